@@ -1,0 +1,14 @@
+"""A pruned Hugging Face model that runs as a pipeline stage with its own forward."""
+
+from pp_patch_hf.boundary import Boundary
+from pp_patch_hf.patch import PipelinePatch, patch_hf_model_for_pp
+from pp_patch_hf.verify import CutReport, VerifyReport, verify_pipeline
+
+__all__ = [
+    "Boundary",
+    "CutReport",
+    "PipelinePatch",
+    "VerifyReport",
+    "patch_hf_model_for_pp",
+    "verify_pipeline",
+]

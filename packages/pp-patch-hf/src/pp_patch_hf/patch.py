@@ -1,0 +1,148 @@
+"""The forward of a stage: stage tensors in, stage tensors out, the architecture's own code between."""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from pp_patch_hf.boundary import Boundary, place_gates, remove_gate
+from pp_split_hf import StagePart, find_layout, stage_part
+
+
+class PipelinePatch:
+    """A patch that is in place; `remove` takes it off."""
+
+    def __init__(self, patched: list[nn.Module], gated: list[nn.Module]) -> None:
+        self._patched = patched
+        self._gated = gated
+
+    def remove(self) -> None:
+        """Give the model its own forward back."""
+        for module in self._patched:
+            del module.forward
+        for module in self._gated:
+            remove_gate(module)
+        self._patched, self._gated = [], []
+
+
+def patch_hf_model_for_pp(
+    model: nn.Module, patch_inner_model: bool = True, patch_causal_lm_model: bool = True
+) -> PipelinePatch:
+    """Make a pruned Hugging Face model take and return stage tensors.
+
+    The architecture's own forward still runs, from its embedding (zeros, where the embedding is on
+    another stage) to its head: masks, rotary tables, scalings and soft caps are made by its own
+    code on every stage, from the same `input_ids`, `attention_mask`, `position_ids`. Only what
+    enters the first own layer is replaced by what was received.
+
+    The patched forward is `forward(stage_input, *, input_ids=None, **kwargs)`:
+
+    - first stage: `stage_input` is the token ids `[B, S]`;
+    - later stages: it is the hidden states that the stage before returned; `input_ids` should be
+      passed by keyword, since some architectures read them deep inside (zeros stand in for them);
+    - the last stage returns logits (the last hidden states for a model without a head), every
+      other stage hidden states; always one tensor.
+
+    Patch after activation checkpointing is applied, so that the boundary stays outside of what is
+    run again.
+
+    Args:
+        model: A module from `split_model_into_stages`, or a whole model, which then is its own
+            first and last stage.
+        patch_inner_model: Handle the boundary inside the decoder. False says that the decoder
+            itself takes and returns stage tensors.
+        patch_causal_lm_model: Have the outermost module return a tensor. False leaves its forward
+            alone; then, with `patch_inner_model`, the decoder takes and returns stage tensors.
+
+    Returns:
+        The patch, to be taken off again with `remove()`.
+
+    Raises:
+        ValueError: If the model is patched already.
+    """
+    part = stage_part(model) or _whole(model)
+    decoder = model.get_submodule(part.layout.layers.rpartition(".")[0])
+    inner_is_outer = decoder is model
+    targets = [decoder] if patch_inner_model and not patch_causal_lm_model else [model]
+    if not patch_inner_model and not patch_causal_lm_model:
+        return PipelinePatch([], [])
+    if not patch_inner_model and inner_is_outer:
+        return PipelinePatch([], [])
+    if any("forward" in vars(target) for target in targets):
+        raise ValueError(f"{type(model).__name__} is patched already; remove that patch first")
+
+    boundary = Boundary(part) if patch_inner_model else None
+    gated: list[nn.Module] = []
+    if boundary is not None:
+        layers = model.get_submodule(part.layout.layers)
+        assert isinstance(layers, nn.ModuleList)
+        gated = place_gates(layers, part, boundary)
+    for target in targets:
+        forward = _StageForward(target.forward, part, boundary)
+        object.__setattr__(target, "forward", forward)
+    return PipelinePatch(targets, gated)
+
+
+class _StageForward:
+    """The forward of a patched module."""
+
+    def __init__(self, own_forward: Any, part: StagePart, boundary: Boundary | None) -> None:
+        self.own_forward = own_forward
+        self.part = part
+        self.boundary = boundary
+        self.extra: dict[str, Any] = {"use_cache": False}
+
+    def __call__(
+        self, stage_input: torch.Tensor, *, input_ids: torch.Tensor | None = None, **kwargs: Any
+    ) -> torch.Tensor:
+        kwargs = {**self.extra, **kwargs}
+        if self.boundary is None:
+            return _tensor_of(self.own_forward(stage_input, **kwargs))
+        if self.part.is_first:
+            input_ids = stage_input
+        elif input_ids is None:
+            input_ids = self._placeholder_ids(stage_input)
+        self.boundary.start(None if self.part.is_first else stage_input)
+        try:
+            output = self.own_forward(input_ids=input_ids, **kwargs)
+        finally:
+            outgoing = self.boundary.finish()
+        if self.part.is_last:
+            return _tensor_of(output)
+        if outgoing is None:
+            raise RuntimeError(
+                f"stage {self.part.stage_index} never reached layer {self.part.end_layer}, where "
+                "its hidden states are to be sent: the architecture left its layers out"
+            )
+        return outgoing
+
+    def _placeholder_ids(self, hidden: torch.Tensor) -> torch.Tensor:
+        trace = self.part.layout.trace
+        fqns = self.part.layout.layer_fqns
+        at_end = self.part.first_layer == len(fqns)
+        shape = trace.exit if at_end else trace.boundaries[fqns[self.part.first_layer]]
+        assert shape is not None
+        batch_size, seq_len = shape.batch_and_seq(hidden.shape)
+        return torch.zeros((batch_size, seq_len), dtype=torch.long, device=hidden.device)
+
+
+def _tensor_of(output: Any) -> torch.Tensor:
+    """The logits, else the last hidden states, of what an architecture's forward returned."""
+    if isinstance(output, torch.Tensor):
+        return output
+    for name in ("logits", "last_hidden_state"):
+        value = getattr(output, name, None)
+        if isinstance(value, torch.Tensor):
+            return value
+    if isinstance(output, tuple) and output and isinstance(output[0], torch.Tensor):
+        return output[0]
+    raise TypeError(
+        f"the model's forward returned a {type(output).__name__} without logits or "
+        "last_hidden_state; a stage must return a tensor. If its forward is made for stages, set "
+        "patch_causal_lm_model=False"
+    )
+
+
+def _whole(model: nn.Module) -> StagePart:
+    layout = find_layout(model)
+    return StagePart(0, 1, 0, layout.num_layers, layout)

@@ -1,0 +1,143 @@
+"""A check of one's own architecture: the whole model against its chained stages, in one process."""
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from pp_patch_hf.patch import patch_hf_model_for_pp
+from pp_split_hf import (
+    ModelLayout,
+    find_layout,
+    plan_stage_fqns,
+    split_model_into_stages,
+    validate_hf_model_for_pipeline_support,
+)
+
+
+@dataclass(frozen=True)
+class CutReport:
+    """How one split compares with the whole model."""
+
+    layer_counts: tuple[int, ...]
+    """Layers per stage."""
+    logits_error: float
+    """Largest absolute difference of the logits, over the largest absolute logit."""
+    gradient_error: float
+    """The largest such error of any parameter's gradient."""
+    worst_parameter: str
+    """The parameter that has it."""
+
+    def exact(self, rtol: float) -> bool:
+        """Return whether both errors are within `rtol`."""
+        return self.logits_error <= rtol and self.gradient_error <= rtol
+
+
+@dataclass(frozen=True)
+class VerifyReport:
+    """What `verify_pipeline` returns."""
+
+    cuts: tuple[CutReport, ...]
+    """One entry per split."""
+    rtol: float
+    """What was asked for."""
+
+    @property
+    def exact(self) -> bool:
+        """Whether every split gives the whole model's logits and gradients."""
+        return all(cut.exact(self.rtol) for cut in self.cuts)
+
+    def __str__(self) -> str:
+        lines = [f"{'layers per stage':<20}{'logits':>12}{'gradients':>12}  worst parameter"]
+        for cut in self.cuts:
+            counts = ",".join(map(str, cut.layer_counts))
+            lines.append(
+                f"{counts:<20}{cut.logits_error:>12.1e}{cut.gradient_error:>12.1e}  "
+                f"{cut.worst_parameter}{'' if cut.exact(self.rtol) else '  NOT EXACT'}"
+            )
+        return "\n".join(lines)
+
+
+def verify_pipeline(
+    model: nn.Module,
+    splits: Sequence[Sequence[int]] | None = None,
+    inputs: dict[str, torch.Tensor] | None = None,
+    rtol: float = 1e-5,
+) -> VerifyReport:
+    """Compare a model with its chained stages: logits and every gradient, in one process.
+
+    Args:
+        model: A whole model with real weights, small enough to run here. Dropout should be off
+            (`eval()`, or zero in the config): it draws other numbers in stages.
+        splits: Layers per stage, one entry per split to try; by default every cut into two.
+        inputs: `input_ids` and whatever else its forward takes; by default random ids [2, 8].
+        rtol: The largest error relative to the largest value that counts as exact.
+
+    Returns:
+        A report; printed, it is a table.
+
+    Raises:
+        ValueError: If the model cannot be cut at all; the message lists why.
+    """
+    validate_hf_model_for_pipeline_support(model)
+    layout = find_layout(model)
+    if splits is None:
+        splits = [(cut, layout.num_layers - cut) for cut in range(layout.num_layers + 1)]
+    if inputs is None:
+        generator = torch.Generator().manual_seed(0)
+        vocab_size = model.config.get_text_config().vocab_size  # type: ignore[union-attr, operator]
+        device = next(model.parameters()).device
+        ids = torch.randint(0, vocab_size, (2, 8), generator=generator)
+        inputs = {"input_ids": ids.to(device)}
+    wanted = _run([copy.deepcopy(model)], inputs)
+    cuts = []
+    for counts in splits:
+        cuts.append(_compare(tuple(counts), wanted, _run(_stages(model, layout, counts), inputs)))
+    return VerifyReport(tuple(cuts), rtol)
+
+
+Result = tuple[torch.Tensor, dict[str, torch.Tensor]]
+
+
+def _stages(model: nn.Module, layout: ModelLayout, counts: Sequence[int]) -> list[nn.Module]:
+    copied = copy.deepcopy(model)
+    plan = plan_stage_fqns(layout, counts)
+    return split_model_into_stages(copied, plan, range(len(plan)), layout)
+
+
+def _run(parts: list[nn.Module], inputs: dict[str, torch.Tensor]) -> Result:
+    """Forward through the parts and backward from a fixed projection of the logits."""
+    if len(parts) > 1:
+        for part in parts:
+            patch_hf_model_for_pp(part)
+        hidden = inputs["input_ids"]
+        for part in parts:
+            hidden = part(hidden, **inputs)
+    else:
+        hidden = parts[0](**inputs, use_cache=False)[0]
+    generator = torch.Generator().manual_seed(1)
+    weights = torch.randn(hidden.shape, generator=generator, dtype=torch.float32)
+    (hidden * weights.to(hidden)).sum().backward()
+    gradients = {
+        name: parameter.grad
+        for part in parts
+        for name, parameter in part.named_parameters()
+        if parameter.grad is not None
+    }
+    return hidden.detach(), gradients
+
+
+def _compare(counts: tuple[int, ...], wanted: Result, got: Result) -> CutReport:
+    errors = {name: _error(g, got[1].get(name)) for name, g in wanted[1].items()}
+    errors |= {name: float("inf") for name in got[1] if name not in wanted[1]}
+    worst = max(errors, key=lambda name: errors[name])
+    return CutReport(counts, _error(wanted[0], got[0]), errors[worst], worst)
+
+
+def _error(wanted: torch.Tensor, got: torch.Tensor | None) -> float:
+    if got is None or got.shape != wanted.shape:
+        return float("inf")
+    scale = float(wanted.abs().max()) or 1.0
+    return float((wanted - got).abs().max()) / scale

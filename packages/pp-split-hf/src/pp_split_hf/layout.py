@@ -1,0 +1,157 @@
+"""Where the parts of a Hugging Face model are, found by its structure and one traced forward."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from torch import nn
+
+from pp_split_hf.trace import ForwardTrace, trace_forward
+
+
+@dataclass(frozen=True)
+class ModelLayout:
+    """The modules of a decoder model by the role they play for a pipeline, as FQNs."""
+
+    layers: str
+    """The container of the decoder layers, such as `model.layers` or `transformer.h`."""
+    num_layers: int
+    """How many layers it has."""
+    embeddings: tuple[str, ...]
+    """Modules with parameters that run before the layers: the first stage's."""
+    multimodal_encoders: tuple[str, ...]
+    """Modules that text alone does not reach, such as vision towers: the first stage's."""
+    norms: tuple[str, ...]
+    """Modules with parameters that run after the layers inside the decoder: the last stage's."""
+    heads: tuple[str, ...]
+    """Modules with parameters that run after the decoder: the last stage's."""
+    shared: tuple[str, ...]
+    """Modules without parameters, such as rotary tables and dropouts: kept on every stage."""
+    unplaceable: tuple[tuple[str, str], ...]
+    """FQN and reason of everything that belongs to no one stage."""
+    trace: ForwardTrace
+    """The forward that told."""
+
+    @property
+    def layer_fqns(self) -> tuple[str, ...]:
+        """The layers, in order."""
+        return tuple(f"{self.layers}.{i}" for i in range(self.num_layers))
+
+    @property
+    def first_stage(self) -> tuple[str, ...]:
+        """What only the first stage can have."""
+        return (*self.embeddings, *self.multimodal_encoders)
+
+    @property
+    def last_stage(self) -> tuple[str, ...]:
+        """What only the last stage can have."""
+        return (*self.norms, *self.heads)
+
+
+def find_layout(model: nn.Module) -> ModelLayout:
+    """Return the layout of a Hugging Face model with a list of decoder layers.
+
+    No list of model names is used. The layers are the module list whose length the config tells;
+    everything beside it on the way from the model's root is sorted by when it runs in one forward
+    on fake tensors. The model may be on any device, meta included; it is not changed, and nothing
+    is computed.
+
+    Raises:
+        ValueError: If the model has no list of decoder layers; the message tells what lists there
+            are.
+        RuntimeError: If its forward cannot be traced.
+    """
+    layers = _find_layer_list(model)
+    num_layers = len(model.get_submodule(layers))  # type: ignore[arg-type]
+    units = list(_units(model, layers))
+    layer_fqns = [f"{layers}.{i}" for i in range(num_layers)]
+    trace = trace_forward(model, layer_fqns, units)
+    roles: dict[str, list[str]] = {
+        role: [] for role in ("embeddings", "multimodal_encoders", "norms", "heads", "shared")
+    }
+    unplaceable = list(_bare_tensors(model, layers))
+    for fqn in units:
+        role = _role(fqn, model, layers, trace)
+        if role in roles:
+            roles[role].append(fqn)
+        else:
+            unplaceable.append((fqn, role))
+    return ModelLayout(
+        layers,
+        num_layers,
+        unplaceable=tuple(unplaceable),
+        trace=trace,
+        **{role: tuple(fqns) for role, fqns in roles.items()},
+    )
+
+
+def containers_of(layers: str) -> list[str]:
+    """Return the FQNs on the way from the root to the layers, the layers left out."""
+    names = layers.split(".")
+    return [".".join(names[:depth]) for depth in range(len(names))]
+
+
+def _find_layer_list(model: nn.Module) -> str:
+    lists = {
+        fqn: module
+        for fqn, module in model.named_modules()
+        if isinstance(module, nn.ModuleList) and not _inside_a_list(model, fqn)
+    }
+    config = getattr(model, "config", None)
+    if config is not None and hasattr(config, "get_text_config"):
+        config = config.get_text_config(decoder=True)
+    wanted = getattr(config, "num_hidden_layers", None)
+    fitting = [fqn for fqn, module in lists.items() if len(module) == wanted]
+    if not fitting:
+        found = ", ".join(f"{fqn} ({len(module)})" for fqn, module in lists.items()) or "none"
+        raise ValueError(
+            f"{type(model).__name__} has no list of decoder layers: looked for an nn.ModuleList "
+            f"with config.num_hidden_layers={wanted} entries, found {found}"
+        )
+    return max(fitting, key=lambda fqn: sum(p.numel() for p in lists[fqn].parameters()))
+
+
+def _inside_a_list(model: nn.Module, fqn: str) -> bool:
+    return any(
+        isinstance(model.get_submodule(parent), nn.ModuleList) for parent in containers_of(fqn)
+    )
+
+
+def _units(model: nn.Module, layers: str) -> Iterator[str]:
+    """Yield the FQNs of all modules beside the way from the root to the layers."""
+    path = [*containers_of(layers), layers]
+    for container in path[:-1]:
+        for name, _ in model.get_submodule(container).named_children():
+            fqn = f"{container}.{name}" if container else name
+            if fqn not in path:
+                yield fqn
+
+
+def _bare_tensors(model: nn.Module, layers: str) -> Iterator[tuple[str, str]]:
+    for container in [*containers_of(layers), layers]:
+        for name, _ in model.get_submodule(container).named_parameters(recurse=False):
+            fqn = f"{container}.{name}" if container else name
+            yield fqn, "a parameter that no module of one stage owns"
+
+
+def _role(fqn: str, model: nn.Module, layers: str, trace: ForwardTrace) -> str:
+    """Return the role of a module, or a sentence that says why it has none."""
+    module = model.get_submodule(fqn)
+    if next(module.parameters(), None) is None:
+        return "shared"
+    container = fqn.rpartition(".")[0]
+    at_layers = [i for i, name in enumerate(trace.order) if name.startswith(f"{layers}.")]
+    calls = [i for i, name in enumerate(trace.order) if name == fqn]
+    if not calls:
+        path = [*containers_of(layers), layers]
+        siblings = [
+            f"{container}.{name}" if container else name
+            for name, _ in model.get_submodule(container).named_children()
+        ]
+        on_path = next(sibling for sibling in siblings if sibling in path)
+        precedes = siblings.index(fqn) < siblings.index(on_path)
+        return "multimodal_encoders" if precedes else ("norms" if container else "heads")
+    if calls[-1] < at_layers[0]:
+        return "embeddings"
+    if calls[0] > at_layers[-1]:
+        return "heads" if container == "" and layers.count(".") > 0 else "norms"
+    return "has parameters and runs both before and after a layer"

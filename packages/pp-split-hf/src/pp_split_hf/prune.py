@@ -1,0 +1,121 @@
+"""From one model to the stages of one rank: the same parameters, without a copy of any."""
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from pp_split_hf.layout import ModelLayout, find_layout
+from pp_split_hf.plan import check_stage_fqns
+from pp_split_hf.stand_ins import IdentityStandIn, PassThroughLayer, ZeroStandIn
+
+_STAGE_PART = "_pp_stage_part"
+
+
+@dataclass(frozen=True)
+class StagePart:
+    """Which part of the whole model a stage's module is."""
+
+    stage_index: int
+    """Global index of the stage."""
+    num_stages: int
+    """Stages of the whole pipeline."""
+    first_layer: int
+    """The first layer it owns, or where that would be if it owns none."""
+    end_layer: int
+    """One past its last layer."""
+    layout: ModelLayout
+    """Of the whole model."""
+
+    @property
+    def is_first(self) -> bool:
+        """Whether it takes token ids."""
+        return self.stage_index == 0
+
+    @property
+    def is_last(self) -> bool:
+        """Whether it gives the model's output."""
+        return self.stage_index == self.num_stages - 1
+
+
+def split_model_into_stages(
+    model: nn.Module,
+    stage_fqns: Sequence[Sequence[str]],
+    stage_indices: Sequence[int],
+    layout: ModelLayout | None = None,
+) -> list[nn.Module]:
+    """Return the modules of the given stages.
+
+    A stage's module is the whole model's class with its whole structure: what another stage owns
+    is replaced by a stand-in without parameters, so names, indices and layer look-ups are those of
+    the whole model. Parameters and buffers are the very tensors of the model that was given: no
+    weight is copied, on any device. The model itself is not changed.
+
+    Args:
+        model: The whole model; may be on the meta device.
+        stage_fqns: Module names per stage, for all stages; see `plan_stage_fqns`.
+        stage_indices: The stages to build.
+        layout: Of the model, if known already.
+
+    Raises:
+        ValueError: Naming, entry by entry, what is wrong with the plan.
+    """
+    layout = layout or find_layout(model)
+    problems = check_stage_fqns(layout, stage_fqns, model)
+    problems += [
+        f"there is no stage {index} among {len(stage_fqns)}"
+        for index in stage_indices
+        if not 0 <= index < len(stage_fqns)
+    ]
+    if problems:
+        raise ValueError("the stage plan does not fit the model:\n  " + "\n  ".join(problems))
+    return [_build(model, layout, stage_fqns, index) for index in stage_indices]
+
+
+def stage_part(module: nn.Module) -> StagePart | None:
+    """Return which part of a model a module is, if `split_model_into_stages` made it."""
+    part = getattr(module, _STAGE_PART, None)
+    assert part is None or isinstance(part, StagePart)
+    return part
+
+
+def _build(
+    model: nn.Module, layout: ModelLayout, stage_fqns: Sequence[Sequence[str]], index: int
+) -> nn.Module:
+    number = {fqn: i for i, fqn in enumerate(layout.layer_fqns)}
+    owned = [number[fqn] for fqn in stage_fqns[index] if fqn in number]
+    before = sum(fqn in number for names in stage_fqns[:index] for fqn in names)
+    memo: dict[int, Any] = _shared_tensors(model)
+    for fqn in (*layout.first_stage, *layout.layer_fqns, *layout.last_stage):
+        if fqn not in stage_fqns[index]:
+            memo[id(model.get_submodule(fqn))] = _stand_in(model, layout, fqn)
+    part = copy.deepcopy(model, memo)
+    setattr(
+        part,
+        _STAGE_PART,
+        StagePart(index, len(stage_fqns), before, before + len(owned), layout),
+    )
+    return part
+
+
+def _shared_tensors(model: nn.Module) -> dict[int, Any]:
+    """A deepcopy memo under which every tensor of the model is its own copy."""
+    memo: dict[int, Any] = {}
+    for module in model.modules():
+        for holder in (module._parameters, module._buffers, vars(module)):
+            memo.update({id(t): t for t in holder.values() if isinstance(t, torch.Tensor)})
+    return memo
+
+
+def _stand_in(model: nn.Module, layout: ModelLayout, fqn: str) -> nn.Module:
+    module = model.get_submodule(fqn)
+    trace = layout.trace
+    if fqn in layout.layer_fqns:
+        return PassThroughLayer(module, trace.hidden_keyword, fqn in trace.tuple_returns)
+    output = trace.outputs.get(fqn)
+    if fqn in layout.embeddings and output is not None:
+        return ZeroStandIn(module, *output)
+    return IdentityStandIn(module)
