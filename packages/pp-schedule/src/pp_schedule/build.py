@@ -114,7 +114,7 @@ class _ScaleGradient(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, value: torch.Tensor, share: float) -> torch.Tensor:
         ctx.share = share
-        return value.view_as(value)
+        return value.clone()  # a view could not be detached later
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:

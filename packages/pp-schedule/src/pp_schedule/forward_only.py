@@ -20,8 +20,8 @@ def build_forward_only_schedule(
     """Build a schedule that runs forwards alone, whatever the placement of the stages.
 
     torch's training schedules evaluate by leaving their backwards out, which fails for ZBV and
-    DualPipeV (2.13 to 2.15); this one works for every placement. Call its `eval`, never its
-    `step`. Every rank of the pipeline builds it.
+    DualPipeV (2.13 to 2.15); this one works for every placement. Its `step` is the evaluation;
+    call it under `torch.no_grad()`. Every rank of the pipeline builds it.
 
     Args:
         stages: This rank's stages, shared with the training schedule.

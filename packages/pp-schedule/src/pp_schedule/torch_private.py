@@ -74,10 +74,11 @@ def runtime_schedule(
 
 
 def keep_forwards_only(schedule: _PipelineScheduleRuntime) -> None:
-    """Drop all backward work from a runtime schedule.
+    """Drop all backward work from a runtime schedule, so that its `step` is an evaluation.
 
     torch refuses an order without backwards, so it gets one with and loses them here.
     """
+    schedule._has_backward = False
     schedule.pipeline_order = {
         rank: [a for a in actions if a is None or a.computation_type == _ComputationType.FORWARD]
         for rank, actions in schedule.pipeline_order.items()
@@ -106,12 +107,6 @@ def forget_metadata(schedule: Schedule) -> None:
         assert isinstance(schedule, PipelineScheduleMulti)
         schedule._stages_forward_initialized = False
         schedule._stages_backward_initialized = False
-
-
-def assign_ranks(stages: Sequence[PipelineStage], rank_of_stage: Mapping[int, int]) -> None:
-    """Tell stages which rank of the pipeline runs which stage."""
-    for stage in stages:
-        stage.stage_index_to_group_rank = dict(rank_of_stage)
 
 
 def set_keyword_chunks(schedule: Schedule, dims: Mapping[str, int | None]) -> None:

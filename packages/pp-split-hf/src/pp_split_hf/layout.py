@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import torch
 from torch import nn
 
 from pp_split_hf.trace import ForwardTrace, trace_forward
@@ -47,13 +48,17 @@ class ModelLayout:
         return (*self.norms, *self.heads)
 
 
-def find_layout(model: nn.Module) -> ModelLayout:
+def find_layout(model: nn.Module, dtype: torch.dtype | None = None) -> ModelLayout:
     """Return the layout of a Hugging Face model with a list of decoder layers.
 
     No list of model names is used. The layers are the module list whose length the config tells;
     everything beside it on the way from the model's root is sorted by when it runs in one forward
     on fake tensors. The model may be on any device, meta included; it is not changed, and nothing
     is computed.
+
+    Args:
+        model: A Hugging Face model.
+        dtype: The dtype that its parameters will be cast to; None means the one they have.
 
     Raises:
         ValueError: If the model has no list of decoder layers; the message tells what lists there
@@ -64,7 +69,7 @@ def find_layout(model: nn.Module) -> ModelLayout:
     num_layers = len(model.get_submodule(layers))  # type: ignore[arg-type]
     units = list(_units(model, layers))
     layer_fqns = [f"{layers}.{i}" for i in range(num_layers)]
-    trace = trace_forward(model, layer_fqns, units)
+    trace = trace_forward(model, layer_fqns, units, dtype)
     roles: dict[str, list[str]] = {
         role: [] for role in ("embeddings", "multimodal_encoders", "norms", "heads", "shared")
     }

@@ -62,7 +62,12 @@ class ForwardTrace:
     """The keyword under which layers are given the hidden states; None if they come first."""
 
 
-def trace_forward(model: nn.Module, layers: Sequence[str], units: Sequence[str]) -> ForwardTrace:
+def trace_forward(
+    model: nn.Module,
+    layers: Sequence[str],
+    units: Sequence[str],
+    dtype: torch.dtype | None = None,
+) -> ForwardTrace:
     """Run one forward on fake tensors, weights included, and record what happens.
 
     Nothing of the model is computed, moved or changed; meta models trace as well as real ones.
@@ -71,6 +76,7 @@ def trace_forward(model: nn.Module, layers: Sequence[str], units: Sequence[str])
         model: A Hugging Face model that takes `input_ids`.
         layers: FQNs of its decoder layers.
         units: FQNs of the modules to watch beside them.
+        dtype: What floating point parameters are taken to be; None means what they are.
 
     Raises:
         RuntimeError: If the forward cannot run on fake tensors.
@@ -84,9 +90,12 @@ def trace_forward(model: nn.Module, layers: Sequence[str], units: Sequence[str])
     try:
         with torch.no_grad(), _fake_experts(model), FakeTensorMode(allow_non_fake_inputs=True):
             tensors = {
-                name: torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
-                for name, tensor in (*model.named_parameters(), *model.named_buffers())
+                name: torch.empty(buffer.shape, dtype=buffer.dtype, device="cpu")
+                for name, buffer in model.named_buffers()
             }
+            for name, parameter in model.named_parameters():
+                cast = dtype if parameter.is_floating_point() else None
+                tensors[name] = torch.empty(parameter.shape, dtype=cast or parameter.dtype)
             ids = torch.zeros((_BATCH, _SEQ), dtype=torch.long)
             kwargs = {"use_cache": False} if accepts(model, "use_cache") else {}
             functional_call(model, tensors, (), {"input_ids": ids, **kwargs})

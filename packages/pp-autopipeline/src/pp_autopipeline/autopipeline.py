@@ -1,0 +1,428 @@
+"""AutoPipeline: a Hugging Face model, split over ranks, behind one `step`."""
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.pipelining import PipelineStage
+
+from pp_autopipeline.checks import mesh_problems, pool_problems, shape_problems, warn_once
+from pp_autopipeline.devices import resolve_device
+from pp_autopipeline.execution import Execution, StepOutput
+from pp_autopipeline.loss import BatchLoss, LossFunction, LossReduction, find_loss_reduction
+from pp_autopipeline.pipeline import (
+    BuiltPipeline,
+    ParallelizeFnProtocol,
+    build_pipeline,
+    plan_pipeline,
+    set_shapes,
+)
+from pp_autopipeline.report import StageSummary, stage_table, summarize_stages
+from pp_bufferpool import RecvBufferPool, install_recv_buffer_pool
+from pp_schedule import draw_png, schedule_order, simulate, use_stage_shapes
+from pp_schedule.orders import Order
+from pp_split_hf import initialize_stage_weights
+
+logger = logging.getLogger(__name__)
+
+__all__ = ["AutoPipeline", "AutoPipelineInfo", "StepOutput"]
+
+
+@dataclass(frozen=True)
+class AutoPipelineInfo:
+    """What this rank has of a built pipeline."""
+
+    enabled: bool
+    """Whether there is more than one pipeline rank."""
+    schedule: Any
+    """torch's schedule."""
+    has_first_stage: bool
+    """Whether this rank takes the token ids."""
+    has_last_stage: bool
+    """Whether this rank computes the loss."""
+    model_parts: list[nn.Module]
+    """Modules of this rank's stages."""
+    stages: list[PipelineStage]
+    """torch's stages of this rank."""
+
+
+@dataclass
+class AutoPipeline:
+    """Pipeline-parallel training of a Hugging Face model in a loop of one's own.
+
+    Every rank of the pipeline makes it alike and calls `build`, `step` and `eval` alike, each time
+    with the whole batch.
+
+    Example:
+        >>> ap = AutoPipeline(world_mesh, pp_schedule="1f1b", pp_batch_size=8)
+        >>> ap.build(model, loss_fn=loss_fn).materialize(seed=0)
+        >>> loss = ap.step(input_ids, target=labels).loss
+    """
+
+    world_mesh: DeviceMesh
+    """The mesh that has the pipeline axis."""
+    moe_mesh: DeviceMesh | None = None
+    """The mesh for experts, handed on to `parallelize_fn`."""
+    pp_axis_name: str = "pp"
+    """The pipeline axis."""
+    dp_axis_names: tuple[str, ...] = ("dp",)
+    """Data-parallel axes, handed on to `parallelize_fn`."""
+    cp_axis_name: str | None = None
+    """Context-parallel axis, handed on to `parallelize_fn`."""
+    tp_axis_name: str | None = None
+    """Tensor-parallel axis, handed on to `parallelize_fn`."""
+    ep_axis_name: str | None = None
+    """Expert-parallel axis, handed on to `parallelize_fn`."""
+    ep_shard_axis_names: tuple[str, ...] | None = None
+    """Axes over which experts are sharded, handed on to `parallelize_fn`."""
+    pp_schedule: str | None = "1f1b"
+    """Schedule name; see `pp_schedule.resolve_schedule`."""
+    pp_schedule_csv: str | None = None
+    """Path of a compute-only schedule CSV; overrides `pp_schedule`."""
+    pp_microbatch_size: int = 1
+    """Rows per microbatch."""
+    pp_batch_size: int = 1
+    """Rows per step, a multiple of `pp_microbatch_size`."""
+    layers_per_stage: int | None = None
+    """Decoder layers per stage; None spreads them evenly over one stage per rank (single-stage
+    schedules) or two."""
+    round_virtual_stages_to_pp_multiple: str | None = None
+    """"up" or "down": round the number of stages that `layers_per_stage` makes."""
+    module_fqns_per_model_part: Sequence[Sequence[str]] | None = None
+    """Module names per stage, for all stages; overrides automatic splitting."""
+    patch_inner_model: bool = True
+    """Handle the boundary inside the decoder; see `pp_patch_hf.patch_hf_model_for_pp`."""
+    patch_causal_lm_model: bool = True
+    """Have the outermost module return a tensor; see `pp_patch_hf.patch_hf_model_for_pp`."""
+    patch_stage_backward_maybe_with_nosync: bool = False
+    """Kept for configs of NeMo AutoModel; torch 2.13+ accumulates without it."""
+    defer_fsdp_grad_sync: bool = True
+    """Reduce FSDP2 gradients once per step, as torch 2.13+ does for a stage that is sharded as a
+    whole."""
+    device: torch.device | str | int | None = None
+    """Device of this rank's stages; None means the mesh's current one."""
+    dtype: torch.dtype | None = None
+    """Dtype of floating point parameters; None keeps the model's."""
+    scale_grads_in_schedule: bool = False
+    """For steps of the bare schedule (`info.schedule.step`): divide gradients by the number of
+    microbatches. `step` needs no such scaling."""
+    pp_seq_len: int | None = None
+    """Sequence length for steps of the bare schedule; `step` sees it from its batch."""
+    pp_recv_buffer_pool: bool = False
+    """Give receive buffers by lifetime; see `pp_bufferpool`."""
+    pp_recv_buffer_pool_slack: int = 2
+    """Buffers beyond what is in flight."""
+    loss_reduction: LossReduction | None = None
+    """Whether `loss_fn` is a "mean" or a "sum" over the targets that are not -100; None finds out
+    by calling it on random logits."""
+
+    def __post_init__(self) -> None:
+        problems = shape_problems(self.pp_microbatch_size, self.pp_batch_size, self.pp_seq_len)
+        problems += pool_problems(self.pp_recv_buffer_pool_slack)
+        axes = {"cp_axis_name": self.cp_axis_name, "tp_axis_name": self.tp_axis_name}
+        problems += mesh_problems(self.world_mesh, {"pp_axis_name": self.pp_axis_name, **axes})
+        if self.layers_per_stage is not None and self.module_fqns_per_model_part is not None:
+            problems.append(
+                f"layers_per_stage={self.layers_per_stage} contradicts module_fqns_per_model_part"
+            )
+        if problems:
+            raise ValueError("AutoPipeline: " + "; ".join(problems))
+        self.device = resolve_device(self.device, self.world_mesh)
+        self._built: BuiltPipeline | None = None
+        self._execution: Execution | None = None
+        self._pool: RecvBufferPool | None = None
+        self._summaries: tuple[StageSummary, ...] = ()
+
+    def build(
+        self,
+        model: nn.Module,
+        *,
+        loss_fn: LossFunction | None = None,
+        parallelize_fn: ParallelizeFnProtocol | None = None,
+    ) -> "AutoPipeline":
+        """Split the model and build this rank's stages and schedule. Nothing is sent.
+
+        The stages share their parameters with `model`: no weight is copied. Parameters that have
+        values are moved to `device` and cast to `dtype`; meta parameters stay until `materialize`.
+
+        Args:
+            model: The whole model, on any device; the same on every rank.
+            loss_fn: `loss_fn(logits, target)` for one microbatch, a mean or a sum over the targets
+                that are not -100. Without it the pipeline only evaluates.
+            parallelize_fn: Called on each of this rank's stage modules, to work in place.
+
+        Raises:
+            ValueError: Listing everything that is wrong with model, mesh and settings.
+        """
+        assert isinstance(self.device, torch.device)
+        plan = plan_pipeline(
+            model,
+            self.world_mesh,
+            self.pp_axis_name,
+            schedule_name=self.pp_schedule,
+            schedule_csv=self.pp_schedule_csv,
+            microbatch_size=self.pp_microbatch_size,
+            batch_size=self.pp_batch_size,
+            layers_per_stage=self.layers_per_stage,
+            round_to_pp_multiple=self.round_virtual_stages_to_pp_multiple,
+            stage_fqns=self.module_fqns_per_model_part,
+            dtype=self.dtype,
+        )
+        self._warn_of_settings_without_effect()
+        batch_loss = self._batch_loss(model, loss_fn)
+        self._summaries = summarize_stages(model, plan.stage_fqns, plan.rank_of_stage)
+        self._built = build_pipeline(
+            model,
+            plan,
+            self.world_mesh,
+            self.pp_axis_name,
+            schedule_name=self.pp_schedule,
+            schedule_csv=self.pp_schedule_csv,
+            microbatch_size=self.pp_microbatch_size,
+            batch_size=self.pp_batch_size,
+            loss_fn=batch_loss,
+            scale_grads=False,
+            device=self.device,
+            dtype=self.dtype,
+            parallelize=self._bind(parallelize_fn),
+            patch_inner_model=self.patch_inner_model,
+            patch_causal_lm_model=self.patch_causal_lm_model,
+        )
+        group = self.world_mesh.get_group(self.pp_axis_name)
+        self._execution = Execution(
+            self._built, batch_loss, group, self.device, self.pp_microbatch_size, self.pp_batch_size
+        )
+        if self.pp_recv_buffer_pool:
+            self._pool = install_recv_buffer_pool(
+                self._built.stages, self._built.schedule, self.pp_recv_buffer_pool_slack
+            )
+        if self.pp_seq_len is not None:
+            self.update_seq_len(self.pp_seq_len)
+        return self
+
+    def materialize(self, seed: int = 0) -> "AutoPipeline":
+        """Give parameters that are on the meta device memory and their first values.
+
+        Values are those of the model's own initialisation from its config. They depend on `seed`
+        and parameter names alone: any number of ranks and any split start alike. Make optimizers
+        afterwards. Every rank calls it; nothing is sent.
+        """
+        for part in self._require().parts:
+            assert isinstance(self.device, torch.device)
+            initialize_stage_weights(part, self.device, self.dtype, seed)
+        return self
+
+    def step(
+        self,
+        input_ids: torch.Tensor,
+        *,
+        target: torch.Tensor | None = None,
+        losses: list[torch.Tensor] | None = None,
+        return_outputs: bool = False,
+        **kwargs: Any,
+    ) -> StepOutput:
+        """Run forward and backward of one batch; gradients add to what is there.
+
+        Loss and gradients are those of the whole batch whatever the number of microbatches: a mean
+        loss is the mean over all targets of the batch that are not -100, a sum loss their sum. A
+        batch in which nothing counts has loss 0 and no gradients beyond zeros.
+
+        Every rank of the pipeline calls it with the same whole batch.
+
+        Args:
+            input_ids: Token ids `[pp_batch_size, S]`; S may differ from call to call.
+            target: Labels `[pp_batch_size, S]`, aligned with the logits.
+            losses: A list to fill, on the last stage's rank, with the detached loss of each
+                microbatch as `loss_fn` gave it.
+            return_outputs: Keep and return the logits; they are dropped otherwise.
+            **kwargs: Further arguments of the model's forward (`attention_mask`, `position_ids`,
+                ...), for the whole batch; each is cut along its batch dim or shared.
+
+        Returns:
+            The loss, equal on every rank, and the logits if asked.
+
+        Raises:
+            ValueError: On every rank alike, before anything is sent.
+        """
+        return self._run().train(input_ids, target, losses, return_outputs, kwargs)
+
+    def eval(
+        self,
+        input_ids: torch.Tensor,
+        *,
+        target: torch.Tensor | None = None,
+        losses: list[torch.Tensor] | None = None,
+        return_outputs: bool = False,
+        **kwargs: Any,
+    ) -> StepOutput:
+        """Run the forward of one batch in evaluation mode, without touching gradients.
+
+        As `step`, but the batch may have any multiple of `pp_microbatch_size` rows, and `target`
+        may be left out; then there is no loss. Works for every schedule.
+        """
+        return self._run().evaluate(input_ids, target, losses, return_outputs, kwargs)
+
+    def update_seq_len(self, seq_len: int) -> None:
+        """Tell the stages the sequence length of steps of the bare schedule (`info.schedule`).
+
+        Every rank calls it. `step` and `eval` see the length from their batch and need no call.
+        """
+        built = self._require()
+        if seq_len < 1:
+            raise ValueError(f"seq_len={seq_len} must be at least 1")
+        set_shapes(built, self.pp_microbatch_size, seq_len)
+        use_stage_shapes(built.schedule)
+        assert self._execution is not None
+        self._execution.forget_shapes()
+
+    @property
+    def info(self) -> AutoPipelineInfo:
+        """What this rank has of the pipeline."""
+        built = self._require()
+        plan = built.plan
+        mine = plan.stage_ids[plan.pp_rank]
+        return AutoPipelineInfo(
+            len(plan.stage_ids) > 1,
+            built.schedule,
+            0 in mine,
+            len(plan.stage_fqns) - 1 in mine,
+            built.parts,
+            built.stages,
+        )
+
+    @property
+    def parts(self) -> list[nn.Module]:
+        """Modules of this rank's stages; parameter names are those of the whole model."""
+        return self._require().parts
+
+    @property
+    def recv_buffer_pool(self) -> RecvBufferPool | None:
+        """The pool, if there is one."""
+        return self._pool
+
+    @property
+    def schedule_order(self) -> Order:
+        """The actions of every rank, for `pp_schedule.draw_text` and the simulator."""
+        return schedule_order(self._require().schedule)
+
+    @property
+    def stage_summaries(self) -> tuple[StageSummary, ...]:
+        """A summary of every stage of the pipeline, whichever rank it is on."""
+        self._require()
+        return self._summaries
+
+    def list_stage_modules(self) -> list[list[str]]:
+        """Return the module names of each of this rank's stages."""
+        plan = self._require().plan
+        return [list(plan.stage_fqns[i]) for i in sorted(plan.stage_ids[plan.pp_rank])]
+
+    def get_stage_param_counts(self, trainable_only: bool = False) -> list[int]:
+        """Return the number of parameters of every stage of the pipeline, by global index."""
+        return [
+            s.num_trainable_params if trainable_only else s.num_params for s in self.stage_summaries
+        ]
+
+    def get_total_param_count(self, trainable_only: bool = False) -> int:
+        """Return the number of parameters of the whole model."""
+        return sum(self.get_stage_param_counts(trainable_only))
+
+    def debug_summary(self) -> str:
+        """Return sizes, schedule and stages in a few lines."""
+        built = self._require()
+        plan = built.plan
+        num_microbatches = self.pp_batch_size // self.pp_microbatch_size
+        name = self.pp_schedule_csv or self.pp_schedule
+        bubble = simulate(self.schedule_order).bubble_fraction
+        total, trainable = (self.get_total_param_count(flag) for flag in (False, True))
+        mine = ", ".join(map(str, sorted(plan.stage_ids[plan.pp_rank])))
+        return "\n".join(
+            [
+                f"pipeline: {len(plan.stage_ids)} ranks, {len(plan.stage_fqns)} stages",
+                f"schedule: {name} ({type(built.schedule).__name__}), {num_microbatches} "
+                f"microbatches of {self.pp_microbatch_size}, expected bubble {100 * bubble:.1f} %",
+                f"whole model: {total:,} parameters, {trainable:,} trainable",
+                f"this rank: pipeline rank {plan.pp_rank} on {self.device}, stages {mine}",
+                *(
+                    f"  stage {s.stage_index}: {s.num_params:,} parameters "
+                    f"({100 * s.share:.1f} % of the model)"
+                    for s in self._summaries
+                    if s.rank == plan.pp_rank
+                ),
+            ]
+        )
+
+    def pretty_print_stages(self, max_modules_per_stage: int = 16) -> str:
+        """Return a table of all stages of the pipeline, in global numbers."""
+        return stage_table(self.stage_summaries, max_modules_per_stage)
+
+    def visualize_current_schedule(self, path: str | Path) -> None:
+        """Write the schedule as a PNG; any one rank may call it."""
+        title = f"{self.pp_schedule_csv or self.pp_schedule}, {len(self._summaries)} stages"
+        draw_png(self.schedule_order, path, title=title)
+
+    def _require(self) -> BuiltPipeline:
+        if self._built is None:
+            raise RuntimeError("the pipeline is not built yet: call build(model, loss_fn=...) first")
+        return self._built
+
+    def _run(self) -> Execution:
+        self._require()
+        assert self._execution is not None
+        return self._execution
+
+    def _batch_loss(self, model: nn.Module, loss_fn: LossFunction | None) -> BatchLoss | None:
+        if loss_fn is None:
+            return None
+        assert isinstance(self.device, torch.device)
+        reduction = self.loss_reduction
+        if reduction is None:
+            config: Any = model.config
+            num_classes = config.get_text_config(decoder=True).vocab_size
+            reduction = find_loss_reduction(loss_fn, num_classes, self.device)
+        num_microbatches = self.pp_batch_size // self.pp_microbatch_size
+        share = 1.0 / num_microbatches if self.scale_grads_in_schedule else 1.0
+        return BatchLoss(loss_fn, reduction, share)
+
+    def _bind(self, parallelize_fn: ParallelizeFnProtocol | None) -> Any:
+        if parallelize_fn is None:
+            return None
+        return partial(
+            parallelize_fn,
+            world_mesh=self.world_mesh,
+            moe_mesh=self.moe_mesh,
+            dp_axis_names=self.dp_axis_names,
+            cp_axis_name=self.cp_axis_name,
+            tp_axis_name=self.tp_axis_name,
+            ep_axis_name=self.ep_axis_name,
+            ep_shard_axis_names=self.ep_shard_axis_names,
+        )
+
+    def _warn_of_settings_without_effect(self) -> None:
+        if self.world_mesh[self.pp_axis_name].size() == 1:
+            warn_once(
+                logger,
+                f"axis {self.pp_axis_name!r} of world_mesh has size 1: all stages are on one rank, "
+                "and pipeline settings only cut the batch into microbatches",
+            )
+        if self.pp_schedule_csv is not None and self.pp_schedule not in (None, "1f1b"):
+            warn_once(
+                logger, f"pp_schedule={self.pp_schedule!r} has no effect beside pp_schedule_csv"
+            )
+        if self.patch_stage_backward_maybe_with_nosync:
+            warn_once(
+                logger,
+                "patch_stage_backward_maybe_with_nosync=True has no effect: torch 2.13 and later "
+                "accumulate FSDP gradients over microbatches by themselves",
+            )
+        if not self.defer_fsdp_grad_sync:
+            warn_once(
+                logger,
+                "defer_fsdp_grad_sync=False has no effect: torch 2.13 and later reduce the "
+                "gradients of a sharded stage once per step",
+            )

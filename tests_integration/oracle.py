@@ -1,0 +1,156 @@
+"""The unsplit model and the pipelined one, trained alike."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from batches import make_batch
+from tiny_models import tiny_model
+from torch.distributed.device_mesh import init_device_mesh
+
+from pp_autopipeline import AutoPipeline, clip_grad_norm
+from pp_split_hf import find_layout, plan_stage_fqns
+
+MAX_NORM = 0.5
+LEARNING_RATE = 1e-2
+
+
+@dataclass(frozen=True)
+class Case:
+    """One training run."""
+
+    family: str
+    schedule: str
+    layer_counts: tuple[int, ...]
+    batch: str = "plain"
+    rows: int = 8
+    microbatch_size: int = 2
+    dtype: torch.dtype = torch.float64
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        counts = "".join(map(str, self.layer_counts))
+        return f"{self.family}-{self.schedule}-{counts}-{self.batch}"
+
+
+@dataclass
+class Run:
+    """What a run came to: per step the loss and the norm, the first gradients, the last weights."""
+
+    losses: list[float]
+    norms: list[float]
+    gradients: dict[str, torch.Tensor]
+    weights: dict[str, torch.Tensor]
+
+
+def token_mean(logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), target.flatten(), ignore_index=-100)
+
+
+def token_sum(logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(
+        logits.flatten(0, 1), target.flatten(), ignore_index=-100, reduction="sum"
+    )
+
+
+def run_whole(case: Case) -> Run:
+    """Two AdamW steps of the unsplit model, with clipping."""
+    model = tiny_model(case.family, sum(case.layer_counts), case.dtype)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
+    run = Run([], [], {}, {})
+    for step in range(2):
+        batch = make_batch(case.batch, case.rows, seed=5 + step)
+        target = batch.pop("target")
+        loss = token_mean(model(**batch, use_cache=False).logits, target)
+        loss.backward()
+        if step == 0:
+            run.gradients = _gradients([model])
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
+        optimizer.step()
+        optimizer.zero_grad()
+        run.losses.append(loss.item())
+        run.norms.append(norm.item())
+    run.weights = {name: p.detach() for name, p in model.named_parameters()}
+    return run
+
+
+def run_rank(case: Case) -> Run:
+    """The same on one rank of a pipeline; to be run by the pool."""
+    ap = build(case)
+    optimizer = torch.optim.AdamW([p for part in ap.parts for p in part.parameters()], LEARNING_RATE)
+    run = Run([], [], {}, {})
+    for step in range(2):
+        batch = make_batch(case.batch, case.rows, seed=5 + step)
+        loss = ap.step(**batch).loss
+        assert loss is not None
+        if step == 0:
+            run.gradients = _gradients(ap.parts)
+        norm = clip_grad_norm(MAX_NORM, ap.parts, device_mesh=ap.world_mesh)
+        optimizer.step()
+        optimizer.zero_grad()
+        run.losses.append(loss.item())
+        run.norms.append(norm.item())
+    run.weights = {n: p.detach() for part in ap.parts for n, p in part.named_parameters()}
+    return run
+
+
+def build(case: Case, loss_fn: Any = token_mean) -> AutoPipeline:
+    """The pipeline of a case on this rank."""
+    model = tiny_model(case.family, sum(case.layer_counts), case.dtype)
+    mesh = init_device_mesh(
+        "cpu", (torch.distributed.get_world_size(),), mesh_dim_names=("pp",)
+    )
+    plan = plan_stage_fqns(find_layout(model), case.layer_counts)
+    return AutoPipeline(
+        mesh,
+        pp_schedule=case.schedule,
+        pp_microbatch_size=case.microbatch_size,
+        pp_batch_size=case.rows,
+        module_fqns_per_model_part=plan,
+        **case.options,
+    ).build(model, loss_fn=loss_fn)
+
+
+def compare(whole: Run, ranks: Sequence[Run], rtol: float) -> float:
+    """Assert that all ranks together did what the whole model did; return the largest error."""
+    for run in ranks[1:]:
+        assert run.losses == ranks[0].losses, "the ranks report different losses"
+        assert run.norms == ranks[0].norms, "the ranks report different gradient norms"
+    gradients = _union([run.gradients for run in ranks])
+    weights = _union([run.weights for run in ranks])
+    assert gradients.keys() == whole.gradients.keys()
+    assert weights.keys() == whole.weights.keys()
+    errors = {f"gradient of {n}": _error(whole.gradients[n], g) for n, g in gradients.items()}
+    errors |= {f"weight {n} after two steps": _error(whole.weights[n], w) for n, w in weights.items()}
+    for name, wanted, got in (
+        ("loss", whole.losses, ranks[0].losses),
+        ("norm", whole.norms, ranks[0].norms),
+    ):
+        for step in range(2):
+            errors[f"{name} of step {step}"] = abs(wanted[step] - got[step]) / abs(wanted[step])
+    worst = max(errors, key=lambda name: errors[name])
+    assert errors[worst] <= rtol, f"{worst}: relative error {errors[worst]:.1e} > {rtol:.0e}"
+    return errors[worst]
+
+
+def _error(wanted: torch.Tensor, got: torch.Tensor) -> float:
+    return float((wanted - got).abs().max() / wanted.abs().max().clamp(min=1e-12))
+
+
+def _gradients(parts: Sequence[torch.nn.Module]) -> dict[str, torch.Tensor]:
+    return {
+        name: p.grad.clone()
+        for part in parts
+        for name, p in part.named_parameters()
+        if p.grad is not None
+    }
+
+
+def _union(parts: Sequence[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    union: dict[str, torch.Tensor] = {}
+    for part in parts:
+        assert not union.keys() & part.keys(), "two ranks have the same parameter"
+        union |= part
+    return union
