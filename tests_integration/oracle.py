@@ -58,7 +58,7 @@ def token_sum(logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 def run_whole(case: Case) -> Run:
     """Two AdamW steps of the unsplit model, with clipping."""
     model = tiny_model(case.family, sum(case.layer_counts), case.dtype)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
+    optimizer = make_optimizer([model], case.dtype)
     run = Run([], [], {}, {})
     for step in range(2):
         batch = make_batch(case.batch, case.rows, seed=5 + step)
@@ -79,7 +79,7 @@ def run_whole(case: Case) -> Run:
 def run_rank(case: Case) -> Run:
     """The same on one rank of a pipeline; to be run by the pool."""
     ap = build(case)
-    optimizer = torch.optim.AdamW([p for part in ap.parts for p in part.parameters()], LEARNING_RATE)
+    optimizer = make_optimizer(ap.parts, case.dtype)
     run = Run([], [], {}, {})
     for step in range(2):
         batch = make_batch(case.batch, case.rows, seed=5 + step)
@@ -94,6 +94,20 @@ def run_rank(case: Case) -> Run:
         run.norms.append(norm.item())
     run.weights = {n: p.detach() for part in ap.parts for n, p in part.named_parameters()}
     return run
+
+
+def make_optimizer(
+    parts: Sequence[torch.nn.Module], dtype: torch.dtype
+) -> torch.optim.Optimizer:
+    """AdamW over the parts; a rank whose stages own nothing trains a scalar of its own.
+
+    Adam's first update is the gradient's sign: in float32 a gradient that is zero but for rounding
+    would move a weight by the whole learning rate, one way or the other. A larger eps keeps
+    rounding as small as it is.
+    """
+    parameters = [p for part in parts for p in part.parameters()]
+    eps = 1e-8 if dtype == torch.float64 else 1e-3
+    return torch.optim.AdamW(parameters or [torch.zeros(1)], lr=LEARNING_RATE, eps=eps)
 
 
 def build(case: Case, loss_fn: Any = token_mean) -> AutoPipeline:

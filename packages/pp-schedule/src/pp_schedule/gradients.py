@@ -59,7 +59,7 @@ def clip_grad_norm(
             the same norm.
 
     Returns:
-        The norm before clipping, a 0-dim float32 (or float64) tensor, equal on every rank.
+        The norm before clipping, a 0-dim float64 tensor, equal on every rank.
 
     Raises:
         ValueError: If `max_norm` or `norm_type` is not positive or the mesh lacks the axis.
@@ -110,22 +110,20 @@ def _local_norm(
     gradients: list[torch.Tensor], norm_type: float, foreach: bool | None, device: torch.device
 ) -> torch.Tensor:
     if not gradients:
-        return torch.zeros((), device=device)
+        return torch.zeros((), device=device, dtype=torch.float64)
     norm = nn.utils.get_total_norm(gradients, norm_type, False, foreach)
     if isinstance(norm, DTensor):
         norm = norm.full_tensor()
-    return norm if norm.dtype == torch.float64 else norm.float()
+    # float64 on every rank: dtypes may differ between ranks, and one may have no gradients at all.
+    return norm.double()
 
 
 def _norm_over_ranks(
     norm: torch.Tensor, norm_type: float, group: dist.ProcessGroup | None
 ) -> torch.Tensor:
-    # float64 on the wire, whatever the ranks have: they may differ, and one may have no gradients.
-    wide = norm.double() if norm.device.type != "mps" else norm
     if math.isinf(norm_type):
-        dist.all_reduce(wide, op=dist.ReduceOp.MAX, group=group)
-    else:
-        wide = wide.pow(norm_type)
-        dist.all_reduce(wide, op=dist.ReduceOp.SUM, group=group)
-        wide = wide.pow(1.0 / norm_type)
-    return wide.to(norm.dtype)
+        dist.all_reduce(norm, op=dist.ReduceOp.MAX, group=group)
+        return norm
+    power = norm.pow(norm_type)
+    dist.all_reduce(power, op=dist.ReduceOp.SUM, group=group)
+    return power.pow(1.0 / norm_type)
