@@ -11,8 +11,8 @@ def find_batch_dims(
 ) -> dict[str, int | None]:
     """Return for each keyword argument the dim to cut into microbatches, or None to share it.
 
-    A tensor is cut along dim 0 if that has the batch's size, else along dim 1 if that has (as
-    position ids `[3, B, S]` do). Shared are tensors that broadcast over the batch (`[1, ...]`,
+    A tensor is cut along dim 0 if that has the batch's size, else along dim 1 if that has and
+    there are more (as position ids `[3, B, S]` do). Shared are tensors that broadcast over the batch (`[1, ...]`,
     `[S]`, scalars) and everything that is no tensor.
 
     Raises:
@@ -34,7 +34,7 @@ def find_batch_dims(
             dims[name] = 0
         elif not shape or shape[0] == 1 or shape == (seq_len,):
             dims[name] = None
-        elif len(shape) > 1 and shape[1] == batch_size:
+        elif len(shape) > 2 and shape[1] == batch_size:
             dims[name] = 1
         else:
             problems.append(f"{name} has shape {shape}, in which no dim has the batch's size")

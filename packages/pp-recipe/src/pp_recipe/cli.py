@@ -1,0 +1,107 @@
+"""The `autopipeline` command."""
+
+import os
+import signal
+import sys
+from typing import Any
+
+import click
+
+from pp_recipe.options import OptionsError, TrainOptions
+
+_DEFAULTS = TrainOptions()
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="pp-recipe")
+def cli() -> None:
+    """Pipeline-parallel training of Hugging Face models."""
+
+
+@cli.command(context_settings={"show_default": True})
+@click.option(
+    "--model",
+    metavar="FOLDER_OR_ID",
+    help="A Hugging Face causal language model to train on: a local folder, or an id of the hub. "
+    "Without it a new small Llama-style model is trained, with bytes as tokens.",
+)
+@click.option(
+    "--nproc-per-node",
+    type=int,
+    help="Ranks to start on this machine.  [default: 2, or the GPUs if there is but one]",
+)
+@click.option("--schedule", default=_DEFAULTS.schedule, help="The pipeline schedule.")
+@click.option(
+    "--layers-per-stage",
+    type=int,
+    help="Decoder layers of a stage.  [default: one stage per rank, two if interleaved]",
+)
+@click.option(
+    "--microbatch-size", default=_DEFAULTS.microbatch_size, help="Sequences of a microbatch."
+)
+@click.option("--batch-size", default=_DEFAULTS.batch_size, help="Sequences of a step.")
+@click.option("--steps", default=_DEFAULTS.steps, help="Optimizer steps.")
+@click.option("--seq-len", default=_DEFAULTS.seq_len, help="Tokens of a sequence.")
+@click.option(
+    "--learning-rate",
+    type=float,
+    help="Peak learning rate.  [default: 0.005 for the new model, 0.00005 with --model]",
+)
+@click.option("--seed", default=_DEFAULTS.seed, help="Seed of weights and batches.")
+@click.option(
+    "--text", metavar="FILE", help="Text to train on, in UTF-8.  [default: Python's own manual]"
+)
+@click.option("--output", default=_DEFAULTS.output, metavar="FOLDER", help="Where to write.")
+@click.option(
+    "--device", type=click.Choice(["cpu", "cuda"]), help="[default: cuda if there is any]"
+)
+def train(**values: Any) -> None:
+    """Train a causal language model, its layers dealt out over several processes.
+
+    Without options: a small model, two processes on the CPU, about a minute, no network. Under
+    torchrun the command is one of its processes and starts none.
+    """
+    try:
+        _train(TrainOptions(**values))
+    except OptionsError as error:
+        if os.environ.get("RANK", "0") == "0":
+            for problem in error.problems:
+                click.echo(f"Error: {problem}", err=True)
+        sys.exit(2)
+
+
+def _train(options: TrainOptions) -> None:
+    from pp_recipe.devices import settle_device
+
+    options.check()
+    options = settle_device(options)
+    options.check()  # The number of ranks may have changed.
+    if "RANK" in os.environ:
+        from pp_recipe.train import train
+
+        train(options)
+    else:
+        _launch(options)
+
+
+def _launch(options: TrainOptions) -> None:
+    from pp_recipe.launch import InterruptedRunError, RankFailedError, launch
+
+    try:
+        launch(options)
+    except InterruptedRunError:
+        if sys.stdout.isatty():
+            click.echo("\x1b[?25h", nl=False)  # The bar had hidden the cursor.
+        click.echo("Interrupted: all ranks have ended.", err=True)
+        sys.exit(128 + signal.SIGINT)
+    except RankFailedError as error:
+        click.echo(f"Error: {error}", err=True)
+        sys.exit(1)
+
+
+def main() -> None:
+    """Run the command; the console script."""
+    # Until ranks run, Ctrl-C just ends the process: importing torch takes seconds, and an
+    # interrupt inside it would print a traceback.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    cli()
