@@ -96,9 +96,7 @@ def run_rank(case: Case) -> Run:
     return run
 
 
-def make_optimizer(
-    parts: Sequence[torch.nn.Module], dtype: torch.dtype
-) -> torch.optim.Optimizer:
+def make_optimizer(parts: Sequence[torch.nn.Module], dtype: torch.dtype) -> torch.optim.Optimizer:
     """AdamW over the parts; a rank whose stages own nothing trains a scalar of its own.
 
     Adam's first update is the gradient's sign: in float32 a gradient that is zero but for rounding
@@ -113,9 +111,7 @@ def make_optimizer(
 def build(case: Case, loss_fn: Any = token_mean) -> AutoPipeline:
     """The pipeline of a case on this rank."""
     model = tiny_model(case.family, sum(case.layer_counts), case.dtype)
-    mesh = init_device_mesh(
-        "cpu", (torch.distributed.get_world_size(),), mesh_dim_names=("pp",)
-    )
+    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),), mesh_dim_names=("pp",))
     plan = plan_stage_fqns(find_layout(model), case.layer_counts)
     return AutoPipeline(
         mesh,
@@ -137,7 +133,9 @@ def compare(whole: Run, ranks: Sequence[Run], rtol: float) -> float:
     assert gradients.keys() == whole.gradients.keys()
     assert weights.keys() == whole.weights.keys()
     errors = {f"gradient of {n}": _error(whole.gradients[n], g) for n, g in gradients.items()}
-    errors |= {f"weight {n} after two steps": _error(whole.weights[n], w) for n, w in weights.items()}
+    errors |= {
+        f"weight {n} after two steps": _error(whole.weights[n], w) for n, w in weights.items()
+    }
     for name, wanted, got in (
         ("loss", whole.losses, ranks[0].losses),
         ("norm", whole.norms, ranks[0].norms),

@@ -127,10 +127,16 @@ def train_and_evaluate(case: Case) -> tuple[list[float], dict[str, torch.Tensor]
     losses.append(ap.step(**other).loss)
     modes = all(module.training for part in ap.parts for module in part.modules())
     assert all(loss is not None for loss in losses)
-    return [loss.item() for loss in losses if loss is not None], gradients_of(ap), untouched and modes
+    return (
+        [loss.item() for loss in losses if loss is not None],
+        gradients_of(ap),
+        untouched and modes,
+    )
 
 
-@pytest.mark.parametrize("schedule", [*SCHEDULES, "gpipe", "looped_bfs", "zero_bubble", "dualpipev"])
+@pytest.mark.parametrize(
+    "schedule", [*SCHEDULES, "gpipe", "looped_bfs", "zero_bubble", "dualpipev"]
+)
 def test_evaluation_between_steps(ranks: RankPool, schedule: str) -> None:
     counts = SCHEDULES.get(schedule, (2, 1) if schedule == "gpipe" else (1, 1, 1, 0))
     train, other = make_batch("padded", 8, 5), make_batch("padded", 8, 6)
@@ -295,9 +301,7 @@ def test_two_pipelines_in_one_process(ranks: RankPool) -> None:
 def initialized(counts: tuple[int, ...]) -> tuple[dict[str, torch.Tensor], float]:
     with init_empty_weights():
         model = tiny_model("llama", 3, torch.float32)
-    mesh = init_device_mesh(
-        "cpu", (torch.distributed.get_world_size(),), mesh_dim_names=("pp",)
-    )
+    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),), mesh_dim_names=("pp",))
     plan = plan_stage_fqns(find_layout(model), counts)
     ap = AutoPipeline(mesh, pp_batch_size=8, module_fqns_per_model_part=plan, dtype=torch.float64)
     ap.build(model, loss_fn=token_mean).materialize(seed=3)

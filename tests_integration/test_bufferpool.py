@@ -8,6 +8,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import RankPool
+from torch import nn
+from torch.distributed.pipelining import PipelineStage
+from torch.utils.checkpoint import checkpoint
+
 from pp_bufferpool import PoolStats, install_recv_buffer_pool
 from pp_schedule import (
     build_forward_only_schedule,
@@ -15,9 +19,6 @@ from pp_schedule import (
     set_stage_shapes,
     use_stage_shapes,
 )
-from torch import nn
-from torch.distributed.pipelining import PipelineStage
-from torch.utils.checkpoint import checkpoint
 
 DIM, ROWS = 8, 2
 

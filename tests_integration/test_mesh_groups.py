@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import RankPool
+
 from pp_mesh import ParallelSizes, build_mesh
 
 

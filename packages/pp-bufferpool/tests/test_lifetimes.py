@@ -6,6 +6,7 @@ import sys
 from collections.abc import Mapping
 
 import pytest
+
 from pp_bufferpool import Lifetime, Slots, assign_slots, max_overlap, recv_lifetimes
 from pp_schedule.orders import (
     Action,

@@ -4,8 +4,9 @@ from contextlib import contextmanager
 import pytest
 import torch
 import torch.distributed as dist
-from pp_mesh import ParallelSizes, build_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from pp_mesh import ParallelSizes, build_mesh
 
 
 @contextmanager

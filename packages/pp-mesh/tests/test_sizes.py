@@ -1,6 +1,7 @@
 import itertools
 
 import pytest
+
 from pp_mesh import ParallelSizes
 
 SMALL = (1, 2, 3, 4)

@@ -4,6 +4,7 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
+
 from pp_mesh import ParallelSizes, build_mesh, destroy_distributed, initialize_distributed
 
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")

@@ -4,6 +4,7 @@ from dataclasses import fields
 
 import pytest
 from click.testing import CliRunner
+
 from pp_recipe import TrainOptions
 from pp_recipe.cli import cli
 

@@ -1,5 +1,6 @@
 import pytest
 import torch
+
 from pp_recipe import OptionsError, TrainOptions
 from pp_recipe.devices import settle_device
 

@@ -2,9 +2,10 @@ import io
 import re
 from dataclasses import dataclass
 
+from rich.console import Console
+
 from pp_recipe import TrainOptions, display
 from pp_schedule.orders import one_f_one_b_order
-from rich.console import Console
 
 
 @dataclass

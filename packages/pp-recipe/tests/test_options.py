@@ -2,6 +2,7 @@ import json
 import struct
 
 import pytest
+
 from pp_recipe import OptionsError, TrainOptions
 
 HEADER = json.dumps({"w": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}).encode()

@@ -2,6 +2,7 @@ import builtins
 
 import pytest
 import torch
+
 from pp_recipe import text
 
 

@@ -4,7 +4,6 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,10 +22,10 @@ from pp_autopipeline.pipeline import (
     plan_pipeline,
     set_shapes,
 )
-from pp_autopipeline.report import StageSummary, stage_table, summarize_stages
+from pp_autopipeline.reports import PipelineReports
+from pp_autopipeline.stage_summary import StageSummary, summarize_stages
 from pp_bufferpool import RecvBufferPool, install_recv_buffer_pool
-from pp_schedule import draw_png, schedule_order, simulate, use_stage_shapes
-from pp_schedule.orders import Order
+from pp_schedule import use_stage_shapes
 from pp_split_hf import initialize_stage_weights
 
 logger = logging.getLogger(__name__)
@@ -53,7 +52,7 @@ class AutoPipelineInfo:
 
 
 @dataclass
-class AutoPipeline:
+class AutoPipeline(PipelineReports):
     """Pipeline-parallel training of a Hugging Face model in a loop of one's own.
 
     Every rank of the pipeline makes it alike and calls `build`, `step` and `eval` alike, each time
@@ -306,69 +305,11 @@ class AutoPipeline:
         """The pool, if there is one."""
         return self._pool
 
-    @property
-    def schedule_order(self) -> Order:
-        """The actions of every rank, for `pp_schedule.draw_text` and the simulator."""
-        return schedule_order(self._require().schedule)
-
-    @property
-    def stage_summaries(self) -> tuple[StageSummary, ...]:
-        """A summary of every stage of the pipeline, whichever rank it is on."""
-        self._require()
-        return self._summaries
-
-    def list_stage_modules(self) -> list[list[str]]:
-        """Return the module names of each of this rank's stages."""
-        plan = self._require().plan
-        return [list(plan.stage_fqns[i]) for i in sorted(plan.stage_ids[plan.pp_rank])]
-
-    def get_stage_param_counts(self, trainable_only: bool = False) -> list[int]:
-        """Return the number of parameters of every stage of the pipeline, by global index."""
-        return [
-            s.num_trainable_params if trainable_only else s.num_params for s in self.stage_summaries
-        ]
-
-    def get_total_param_count(self, trainable_only: bool = False) -> int:
-        """Return the number of parameters of the whole model."""
-        return sum(self.get_stage_param_counts(trainable_only))
-
-    def debug_summary(self) -> str:
-        """Return sizes, schedule and stages in a few lines."""
-        built = self._require()
-        plan = built.plan
-        num_microbatches = self.pp_batch_size // self.pp_microbatch_size
-        name = self.pp_schedule_csv or self.pp_schedule
-        bubble = simulate(self.schedule_order).bubble_fraction
-        total, trainable = (self.get_total_param_count(flag) for flag in (False, True))
-        mine = ", ".join(map(str, sorted(plan.stage_ids[plan.pp_rank])))
-        return "\n".join(
-            [
-                f"pipeline: {len(plan.stage_ids)} ranks, {len(plan.stage_fqns)} stages",
-                f"schedule: {name} ({type(built.schedule).__name__}), {num_microbatches} "
-                f"microbatches of {self.pp_microbatch_size}, expected bubble {100 * bubble:.1f} %",
-                f"whole model: {total:,} parameters, {trainable:,} trainable",
-                f"this rank: pipeline rank {plan.pp_rank} on {self.device}, stages {mine}",
-                *(
-                    f"  stage {s.stage_index}: {s.num_params:,} parameters "
-                    f"({100 * s.share:.1f} % of the model)"
-                    for s in self._summaries
-                    if s.rank == plan.pp_rank
-                ),
-            ]
-        )
-
-    def pretty_print_stages(self, max_modules_per_stage: int = 16) -> str:
-        """Return a table of all stages of the pipeline, in global numbers."""
-        return stage_table(self.stage_summaries, max_modules_per_stage)
-
-    def visualize_current_schedule(self, path: str | Path) -> None:
-        """Write the schedule as a PNG; any one rank may call it."""
-        title = f"{self.pp_schedule_csv or self.pp_schedule}, {len(self._summaries)} stages"
-        draw_png(self.schedule_order, path, title=title)
-
     def _require(self) -> BuiltPipeline:
         if self._built is None:
-            raise RuntimeError("the pipeline is not built yet: call build(model, loss_fn=...) first")
+            raise RuntimeError(
+                "the pipeline is not built yet: call build(model, loss_fn=...) first"
+            )
         return self._built
 
     def _run(self) -> Execution:

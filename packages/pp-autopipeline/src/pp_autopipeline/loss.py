@@ -95,6 +95,7 @@ class BatchLoss:
         return torch.stack(losses).sum() if losses else torch.zeros((), device=device)
 
     def __call__(self, output: torch.Tensor, target: Any) -> torch.Tensor:
+        """Return the loss of the next microbatch, its gradient weighted."""
         if self._counts is None:
             return scale_gradient(self.loss_fn(output, target), self.share)
         self._release()

@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pp_schedule import schedule_order
 from torch.distributed.pipelining import PipelineStage
 
 from pp_bufferpool import torch_private
@@ -17,6 +16,7 @@ from pp_bufferpool.lifetimes import (
     recv_lifetimes,
 )
 from pp_bufferpool.ring import Meter, Ring
+from pp_schedule import schedule_order
 
 logger = logging.getLogger(__name__)
 

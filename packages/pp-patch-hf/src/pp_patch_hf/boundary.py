@@ -66,6 +66,7 @@ class Gate:
     _pp_roles: frozenset[str]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the module, with the boundary before or after it."""
         boundary, roles = self._pp_boundary, self._pp_roles
         keyword = boundary.hidden_keyword
         if "receive before" in roles:
@@ -90,7 +91,9 @@ def place_gates(layers: nn.ModuleList, part: StagePart, boundary: Boundary) -> l
     num_layers = len(layers)
     if not part.is_first:
         at_end = part.first_layer == num_layers
-        index, role = (num_layers - 1, "receive after") if at_end else (part.first_layer, "receive before")
+        index, role = (
+            (num_layers - 1, "receive after") if at_end else (part.first_layer, "receive before")
+        )
         roles.setdefault(index, set()).add(role)
     if not part.is_last:
         at_end = part.end_layer == num_layers

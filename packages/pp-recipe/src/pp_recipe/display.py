@@ -5,12 +5,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from pp_schedule import Order, draw_text, simulate
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from pp_recipe.options import TrainOptions
+from pp_schedule import Order, draw_text, simulate
 
 if TYPE_CHECKING:
     from pp_autopipeline import StageSummary

@@ -1,7 +1,6 @@
 """The model of a run: a new small one, or a checkpoint."""
 
 import torch
-from pp_split_hf import init_empty_weights
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -13,6 +12,7 @@ from transformers import (
 from pp_recipe.options import TrainOptions
 from pp_recipe.source import SMALL_MODEL
 from pp_recipe.text import byte_tokenizer
+from pp_split_hf import init_empty_weights
 
 
 def small_config(seq_len: int) -> LlamaConfig:

@@ -9,10 +9,9 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
-from pp_schedule import ScheduleSpec, calculate_virtual_stages, resolve_schedule
-
 from pp_recipe.source import SMALL_MODEL, ModelSource, read_source
 from pp_recipe.text import TextError, read_text
+from pp_schedule import ScheduleSpec, calculate_virtual_stages, resolve_schedule
 
 
 class OptionsError(ValueError):

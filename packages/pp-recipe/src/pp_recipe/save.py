@@ -6,9 +6,10 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from pp_split_hf import init_empty_weights
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedTokenizerBase
+
+from pp_split_hf import init_empty_weights
 
 
 def save_checkpoint(

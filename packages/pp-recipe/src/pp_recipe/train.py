@@ -8,21 +8,21 @@ from pathlib import Path
 from statistics import fmean
 
 import torch
-from pp_autopipeline import AutoPipeline
-from pp_mesh import DistInfo, ParallelSizes, build_mesh, destroy_distributed, initialize_distributed
-from pp_schedule import clip_grad_norm
 from rich.console import Console
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 from transformers import PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
+from pp_autopipeline import AutoPipeline
+from pp_mesh import DistInfo, ParallelSizes, build_mesh, destroy_distributed, initialize_distributed
 from pp_recipe.display import StepProgress, show_result, show_schedule, show_stages
 from pp_recipe.model import build_model
 from pp_recipe.options import OptionsError, TrainOptions
 from pp_recipe.sample import write_sample
 from pp_recipe.save import save_checkpoint
 from pp_recipe.text import draw_batch, read_text
+from pp_schedule import clip_grad_norm
 
 WARMUP_STEPS = 20
 MAX_GRAD_NORM = 1.0

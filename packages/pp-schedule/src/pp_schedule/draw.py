@@ -1,6 +1,7 @@
 """Pictures of an order: text for a terminal, PNG for a page. No torch."""
 
 from pathlib import Path
+from typing import Any
 
 from pp_schedule.orders import Order
 from pp_schedule.simulator import Costs, Timeline, simulate
@@ -22,7 +23,7 @@ def draw_text(order: Order, costs: Costs | None = None, width: int = 100) -> str
         width: Columns to use.
     """
     timeline = simulate(order, costs)
-    unit = min((span.end - span.start for span in timeline.spans if span.end > span.start))
+    unit = min(span.end - span.start for span in timeline.spans if span.end > span.start)
     several = any(len({a.stage_index for a in row if a}) > 1 for row in order.values())
     labels = {
         span: (str(span.action.stage_index) if several else "")
@@ -96,12 +97,9 @@ def draw_png(
     axes.set_title(_title(title, timeline), fontsize=10, loc="left")
     axes.spines[["top", "right", "left"]].set_visible(False)
     kinds = [kind for kind in "FBIW" if any(span.action.kind == kind for span in timeline.spans)]
-    axes.legend(
-        handles=[
-            Patch(color=_shade(kind, 0, 1, colormaps), label=_NAMES[kind]) for kind in kinds
-        ],
-        ncols=len(kinds), fontsize=8, frameon=False, loc="lower right", bbox_to_anchor=(1, 1),
-    )  # fmt: skip
+    patches = [Patch(color=_shade(kind, 0, 1, colormaps), label=_NAMES[kind]) for kind in kinds]
+    place: dict[str, Any] = {"loc": "lower right", "bbox_to_anchor": (1, 1)}
+    axes.legend(handles=patches, ncols=len(kinds), fontsize=8, frameon=False, **place)
     figure.tight_layout()
     figure.savefig(path, format="png", dpi=120)
 
@@ -111,6 +109,6 @@ def _title(title: str | None, timeline: Timeline) -> str:
     return f"{title}, {bubble}" if title else bubble
 
 
-def _shade(kind: str, stage: int, num_stages: int, colormaps: object) -> object:
+def _shade(kind: str, stage: int, num_stages: int, colormaps: Any) -> Any:
     strength = 0.45 if num_stages == 1 else 0.3 + 0.4 * stage / (num_stages - 1)
-    return colormaps[_HUES[kind]](strength)  # type: ignore[index]
+    return colormaps[_HUES[kind]](strength)

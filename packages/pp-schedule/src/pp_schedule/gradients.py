@@ -26,7 +26,9 @@ def scale_grads_by_divisor(stages: Iterable["PipelineStage"], divisor: float) ->
     """
     if not (math.isfinite(divisor) and divisor > 0):
         raise ValueError(f"divisor={divisor} must be a positive finite number")
-    gradients = [p.grad for p in _parameters(stage.submod for stage in stages) if p.grad is not None]
+    gradients = [
+        p.grad for p in _parameters(stage.submod for stage in stages) if p.grad is not None
+    ]
     if gradients and divisor != 1:
         torch._foreach_div_(gradients, divisor)
 

@@ -103,7 +103,9 @@ def simulate(order: Order, costs: Costs | None = None) -> Timeline:
                     spans.append(Span(rank, action, start, free[rank]))
                 position[rank] += 1
                 moved = True
-    waiting = [f"{row[position[r]]} on rank {r}" for r, row in order.items() if position[r] < len(row)]
+    waiting = [
+        f"{row[position[r]]} on rank {r}" for r, row in order.items() if position[r] < len(row)
+    ]
     if waiting:
         raise ValueError("the order never ends, these wait for ever: " + ", ".join(waiting))
     makespan = max(ends.values())

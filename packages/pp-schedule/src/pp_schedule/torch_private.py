@@ -30,9 +30,12 @@ _FORWARD_KINDS = {"FORWARD", "SEND_F", "RECV_F", "WAIT_SEND_F", "UNSHARD", "RESH
 def stages_of(schedule: Schedule) -> list[PipelineStage]:
     """Return the schedule's local stages, by stage index."""
     if isinstance(schedule, PipelineScheduleSingle):
-        return [schedule._stage]
-    assert isinstance(schedule, PipelineScheduleMulti)
-    return sorted(schedule._stages, key=lambda stage: int(stage.stage_index))
+        found = [schedule._stage]
+    else:
+        assert isinstance(schedule, PipelineScheduleMulti)
+        found = list(schedule._stages)
+    stages = [stage for stage in found if isinstance(stage, PipelineStage)]
+    return sorted(stages, key=lambda stage: int(stage.stage_index))
 
 
 def num_microbatches_of(schedule: Schedule) -> int:
@@ -49,7 +52,7 @@ def order_of(schedule: Schedule) -> Order | None:
         flat: list[Action | None] = []
         for action in actions:
             # A fused forward-backward runs its parts one after the other.
-            for part in (action.sub_actions if action and action.sub_actions else [action]):
+            for part in action.sub_actions if action and action.sub_actions else [action]:
                 flat.append(None if part is None else _ours(part))
         order[rank] = flat
     return order
@@ -111,9 +114,11 @@ def forget_metadata(schedule: Schedule) -> None:
 
 def set_keyword_chunks(schedule: Schedule, dims: Mapping[str, int | None]) -> None:
     """Set how each keyword argument is cut: along a dim, or (None) not at all."""
-    schedule._kwargs_chunk_spec = {
+    # torch reads a `_Replicate` here, though it declares chunk specs alone.
+    specs: dict[str, Any] = {
         name: _Replicate() if dim is None else TensorChunkSpec(dim) for name, dim in dims.items()
     }
+    schedule._kwargs_chunk_spec = specs
 
 
 def _ours(action: _Action) -> Action:
@@ -123,4 +128,5 @@ def _ours(action: _Action) -> Action:
         _ComputationType.BACKWARD_INPUT: "I",
         _ComputationType.BACKWARD_WEIGHT: "W",
     }[action.computation_type]
+    assert action.microbatch_index is not None
     return Action(action.stage_index, kind, action.microbatch_index)

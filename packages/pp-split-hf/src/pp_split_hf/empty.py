@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
@@ -20,7 +21,7 @@ def init_empty_weights() -> Iterator[None]:
         ...     model = AutoModelForCausalLM.from_config(config)
     """
 
-    def to_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> object:
+    def to_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> Any:
         if parameter is None or parameter.device.type == "meta":
             return None  # None keeps what is being registered
         empty = nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)

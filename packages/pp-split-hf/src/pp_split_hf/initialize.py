@@ -8,6 +8,8 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.initialization import guard_torch_init_functions
 
+from pp_split_hf.torch_private import replace_tensors, set_parameter
+
 
 @torch.no_grad()
 def initialize_stage_weights(
@@ -59,14 +61,12 @@ def place_stage(
         return tensor.to(device=device, dtype=cast or tensor.dtype)
 
     shared = _shared_names(part)
-    # Module._apply is how torch's own `to` and `to_empty` reach every tensor, sharded ones too.
-    part._apply(place)
+    replace_tensors(part, place)
     for first, *others in shared:
-        owner, _, name = first.rpartition(".")
-        parameter = part.get_submodule(owner)._parameters[name]
+        parameter = part.get_parameter(first)
         for other in others:
             owner, _, name = other.rpartition(".")
-            part.get_submodule(owner)._parameters[name] = parameter
+            set_parameter(part.get_submodule(owner), name, parameter)
 
 
 def _shared_names(part: nn.Module) -> list[list[str]]:

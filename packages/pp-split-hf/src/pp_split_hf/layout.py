@@ -112,7 +112,8 @@ def _find_layer_list(model: nn.Module) -> str:
             f"{type(model).__name__} has no list of decoder layers: looked for an nn.ModuleList "
             f"with config.num_hidden_layers={wanted} entries, found {found}"
         )
-    return max(fitting, key=lambda fqn: sum(p.numel() for p in lists[fqn].parameters()))
+    largest: str = max(fitting, key=lambda fqn: sum(p.numel() for p in lists[fqn].parameters()))
+    return largest
 
 
 def _inside_a_list(model: nn.Module, fqn: str) -> bool:

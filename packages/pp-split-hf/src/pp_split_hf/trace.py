@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import functional_call
+
+from pp_split_hf.torch_private import fake_tensors
 
 # Primes that no model has as a size, so that a traced dim tells what it depends on. Fake tensors
 # have no memory: a large batch costs nothing.
@@ -88,7 +89,7 @@ def trace_forward(
         handles.append(module.register_forward_pre_hook(recorder.enter(fqn), with_kwargs=True))
         handles.append(module.register_forward_hook(recorder.leave(fqn)))
     try:
-        with torch.no_grad(), _fake_experts(model), FakeTensorMode(allow_non_fake_inputs=True):
+        with torch.no_grad(), _fake_experts(model), fake_tensors():
             tensors = {
                 name: torch.empty(buffer.shape, dtype=buffer.dtype, device="cpu")
                 for name, buffer in model.named_buffers()

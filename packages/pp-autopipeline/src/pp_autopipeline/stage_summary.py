@@ -85,6 +85,8 @@ def stage_table(summaries: Sequence[StageSummary], max_modules_per_stage: int) -
         )
     widths = [max(len(row[column]) for row in rows) for column in range(4)]
     return "\n".join(
-        "  ".join([*(cell.rjust(width) for cell, width in zip(row[:4], widths, strict=True)), row[4]])
+        "  ".join(
+            [*(cell.rjust(width) for cell, width in zip(row[:4], widths, strict=True)), row[4]]
+        )
         for row in rows
     )

@@ -1,0 +1,122 @@
+"""What is checked and how: `uv run nox` runs all of it, `uv run nox -s NAME` one session."""
+
+import re
+import shutil
+import tempfile
+from pathlib import Path
+
+import nox
+
+nox.needs_version = ">=2026.10"
+nox.options.default_venv_backend = "uv"
+
+ROOT = Path(__file__).parent
+PACKAGES = sorted(path.name for path in (ROOT / "packages").iterdir())
+SOURCES = [f"packages/{name}/src" for name in PACKAGES]
+DIST = ROOT / "dist"
+
+
+@nox.session(venv_backend="none")
+def lint(session: nox.Session) -> None:
+    """Format and style."""
+    session.run("ruff", "format", "--check", ".")
+    session.run("ruff", "check", ".")
+
+
+@nox.session(venv_backend="none")
+def types(session: nox.Session) -> None:
+    """Strict types, all packages at once."""
+    session.run("mypy", *SOURCES)
+
+
+@nox.session(venv_backend="none")
+def layers(session: nox.Session) -> None:
+    """Which package may import which."""
+    session.run("lint-imports", "--no-cache")
+
+
+@nox.session
+@nox.parametrize("package", PACKAGES)
+def tests(session: nox.Session, package: str) -> None:
+    """One package's unit tests, on its built wheel and what it declares, nothing else."""
+    if DIST.exists():
+        shutil.rmtree(DIST)
+    session.run("uv", "build", "-q", "--all-packages", "--wheel", "-o", str(DIST), external=True)
+    module = package.replace("-", "_")
+    (wheel,) = DIST.glob(f"{module}-*.whl")
+    extras = "[plot]" if package == "pp-schedule" else ""
+    session.install(
+        f"{package}{extras} @ file://{wheel}", "pytest", "--find-links", str(DIST),
+        "-c", str(constraints(session)),
+    )  # fmt: skip
+    # Away from the sources, so that what is imported is what was installed.
+    with session.chdir(tempfile.mkdtemp()):
+        session.run(
+            "python", "-m", "pytest", "-q", "-c", str(ROOT / "pyproject.toml"), "-p",
+            "no:cacheprovider", str(ROOT / "packages" / package / "tests"), *session.posargs,
+        )  # fmt: skip
+
+
+@nox.session(venv_backend="none")
+def integration(session: nox.Session) -> None:
+    """Several ranks, several packages; parity has a session of its own."""
+    session.run(
+        "python", "-m", "pytest", "-q", "tests_integration", "--durations=5",
+        "--ignore=tests_integration/test_parity.py", *session.posargs,
+    )  # fmt: skip
+
+
+@nox.session(venv_backend="none")
+def parity(session: nox.Session) -> None:
+    """Pipelined against unsplit, architecture by architecture and schedule by schedule."""
+    session.run(
+        "python", "-m", "pytest", "-q", "tests_integration/test_parity.py", *session.posargs
+    )
+
+
+@nox.session(venv_backend="none")
+def docs(session: nox.Session) -> None:
+    """Every example in docs and READMEs runs, every link leads somewhere."""
+    session.run("python", "-m", "pytest", "-q", "docs", "--durations=5", *session.posargs)
+
+
+@nox.session(default=False)
+def oldest(session: nox.Session) -> None:
+    """Everything that runs, on the oldest torch that is supported."""
+    session.run("uv", "build", "-q", "--all-packages", "--wheel", "-o", str(DIST), external=True)
+    session.install(
+        "torch==2.13.*", "pytest", "pytest-xdist", "--find-links", str(DIST),
+        *(str(wheel) for wheel in DIST.glob("*.whl")),
+    )  # fmt: skip
+    # Package by package: test files of two packages may have one name.
+    for package in PACKAGES:
+        session.run("python", "-m", "pytest", "-q", f"packages/{package}/tests")
+    session.run("python", "-m", "pytest", "-q", "tests_integration", *session.posargs)
+
+
+@nox.session(venv_backend="none", default=False)
+def lock(session: nox.Session) -> None:
+    """Renew uv.lock and strip it of addresses: only that form is committed."""
+    session.run("uv", "lock", *session.posargs, external=True)
+    path = ROOT / "uv.lock"
+    path.write_text(strip_lock(path.read_text()))
+
+
+def strip_lock(text: str) -> str:
+    """Return a lock file without addresses; uv reads it as preferred versions."""
+    text = re.sub(r'registry = "[^"]*"', 'registry = "registry"', text)
+    text = re.sub(r"^sdist = \{.*\}\n", "", text, flags=re.MULTILINE)
+    text = re.sub(r"^wheels = \[\n(?:    \{.*\},\n)*\]\n", "", text, flags=re.MULTILINE)
+    # What the members ask for stands in their own pyproject.toml.
+    metadata = r"^\[package\.metadata(?:\.[\w.-]+)?\]\n(?:(?!\[).*\n)*"
+    return re.sub(metadata, "", text, flags=re.MULTILINE)
+
+
+def constraints(session: nox.Session) -> Path:
+    """Return a file of the locked versions."""
+    path = Path(session.create_tmp()) / "constraints.txt"
+    session.run(
+        "uv", "export", "-q", "--all-packages", "--all-extras", "--no-hashes",
+        "--no-emit-workspace", "--no-emit-project", "-o", str(path), external=True, silent=True,
+    )  # fmt: skip
+    return path
