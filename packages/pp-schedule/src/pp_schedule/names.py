@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal
 from pp_schedule.placement import PlacementStyle
 
 if TYPE_CHECKING:
-    from torch.distributed.pipelining.schedules import _PipelineSchedule
+    from pp_schedule.torch_private import Schedule
 
 MicrobatchRule = Literal["any", "one per stage", "two per rank", "whole rounds"]
 
@@ -32,10 +32,10 @@ class ScheduleSpec:
     n microbatches in max(1, n // pp_size) rounds, rounds of equal length."""
 
     @property
-    def cls(self) -> "type[_PipelineSchedule]":
+    def cls(self) -> "type[Schedule]":
         """The torch class."""
         schedules = import_module("torch.distributed.pipelining.schedules")
-        schedule_class: type[_PipelineSchedule] = getattr(schedules, self.class_name)
+        schedule_class: type[Schedule] = getattr(schedules, self.class_name)
         return schedule_class
 
     @property
