@@ -1,38 +1,24 @@
 import io
 import re
-from dataclasses import dataclass
 
 from rich.console import Console
 
+from pp_autopipeline import StageSummary
 from pp_recipe import TrainOptions, display
 from pp_schedule.orders import one_f_one_b_order
-
-
-@dataclass
-class Stage:
-    stage_index: int
-    rank: int
-    modules: tuple[str, ...]
-    num_params: int
-    share: float
 
 
 def console():
     return Console(file=io.StringIO(), width=110)
 
 
-def test_numbered_modules_are_folded():
-    names = ["embed", "layers.0", "layers.1", "layers.2", "layers.5", "norm"]
-    assert display.fold_layers(names) == ["embed", "layers.0-2", "layers.5", "norm"]
-    assert display.fold_layers([]) == []
-    assert display.fold_layers(["layers.3"]) == ["layers.3"]
-
-
 def test_the_table_has_a_line_per_stage():
     out = console()
     stages = [
-        Stage(0, 0, ("model.embed_tokens", "model.layers.0", "model.layers.1"), 3000, 0.75),
-        Stage(1, 1, ("model.layers.2", "lm_head"), 1000, 0.25),
+        StageSummary(
+            0, 0, ("model.embed_tokens", "model.layers.0", "model.layers.1"), 3000, 3000, 0.75
+        ),
+        StageSummary(1, 1, ("model.layers.2", "lm_head"), 1000, 1000, 0.25),
     ]
     display.show_stages(out, stages)
     text = out.file.getvalue()

@@ -24,6 +24,11 @@ class StageSummary:
     share: float
     """Its part of the whole model's parameters, 0 to 1."""
 
+    @property
+    def folded_modules(self) -> list[str]:
+        """The module names with runs of numbers folded: `model.layers.0-3`."""
+        return fold_names(self.modules)
+
 
 def summarize_stages(
     model: nn.Module, stage_fqns: Sequence[Sequence[str]], rank_of_stage: Sequence[int]
@@ -71,7 +76,7 @@ def stage_table(summaries: Sequence[StageSummary], max_modules_per_stage: int) -
     """Return the stages as a table: index, rank, parameters, share, modules."""
     rows = [("stage", "rank", "parameters", "share", "modules")]
     for summary in summaries:
-        modules = fold_names(summary.modules)
+        modules = summary.folded_modules
         shown = modules[:max_modules_per_stage]
         more = len(modules) - len(shown)
         rows.append(

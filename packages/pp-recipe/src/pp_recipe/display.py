@@ -1,6 +1,5 @@
 """What a run shows: its stages, its schedule, its progress, a sample."""
 
-import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
@@ -30,29 +29,11 @@ def show_stages(console: Console, stages: "Sequence[StageSummary]") -> None:
         table.add_row(
             str(stage.rank),
             str(stage.stage_index),
-            ", ".join(fold_layers(stage.modules)),
+            ", ".join(stage.folded_modules),
             f"{stage.num_params:,}",
             f"{stage.share:.1%}",
         )
     console.print(table)
-
-
-def fold_layers(modules: Sequence[str]) -> list[str]:
-    """Shorten runs of numbered modules: `layers.0`, `layers.1`, `layers.2` to `layers.0-2`."""
-    folded: list[str] = []
-    run: tuple[str, int, int] | None = None
-    for module in [*modules, ""]:
-        match = re.fullmatch(r"(.*\.)(\d+)", module)
-        if match and run and (match[1], int(match[2])) == (run[0], run[2] + 1):
-            run = (run[0], run[1], run[2] + 1)
-            continue
-        if run:
-            stem, first, last = run
-            folded.append(f"{stem}{first}-{last}" if last > first else f"{stem}{first}")
-        run = (match[1], int(match[2]), int(match[2])) if match else None
-        if module and not match:
-            folded.append(module)
-    return folded
 
 
 def show_schedule(console: Console, options: TrainOptions, order: Order) -> None:
