@@ -1,0 +1,143 @@
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    T5Config,
+    T5ForConditionalGeneration,
+)
+
+from pp_split_hf import (
+    check_pipeline_support,
+    find_layout,
+    init_empty_weights,
+    plan_stage_fqns,
+    validate_hf_model_for_pipeline_support,
+)
+
+Tiny = Callable[..., PreTrainedModel]
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma2", "mixtral", "mistral", "granite"])
+@pytest.mark.parametrize("bare", [False, True])
+def test_models_that_can_be_cut(family: str, bare: bool, tiny: Tiny) -> None:
+    model = tiny(family, 2, bare)
+    assert check_pipeline_support(model) == []
+    validate_hf_model_for_pipeline_support(model)
+
+
+def test_an_encoder_decoder() -> None:
+    config = T5Config(
+        vocab_size=32, d_model=16, d_kv=4, d_ff=16, num_layers=2, num_heads=4,
+        decoder_start_token_id=0,
+    )  # fmt: skip
+    with torch.device("meta"):
+        model = T5ForConditionalGeneration(config)
+    [problem] = check_pipeline_support(model)
+    assert "T5ForConditionalGeneration is an encoder-decoder model" in problem
+    with pytest.raises(ValueError, match="cannot be trained in pipeline stages"):
+        validate_hf_model_for_pipeline_support(model)
+
+
+def test_a_model_without_layers() -> None:
+    [problem] = check_pipeline_support(nn.Linear(2, 2))
+    assert "no list of decoder layers" in problem
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma2"])
+def test_a_tie_that_the_config_declares(family: str, tiny: Tiny) -> None:
+    model = tiny(family, 2, tie_word_embeddings=True)
+    [problem] = check_pipeline_support(model)
+    assert "are one parameter on stages 0 and 1" in problem
+    assert "lm_head.weight" in problem
+    assert "tie_word_embeddings=False" in problem
+    with pytest.raises(ValueError, match="one parameter on stages"):
+        validate_hf_model_for_pipeline_support(model)
+
+
+def test_a_tie_by_hand(tiny: Tiny) -> None:
+    model = tiny("llama", 2)
+    model.lm_head.weight = model.model.embed_tokens.weight
+    [problem] = check_pipeline_support(model)
+    assert "model.embed_tokens.weight and lm_head.weight are one parameter" in problem
+
+
+def test_layers_that_share_a_weight(tiny: Tiny) -> None:
+    model = tiny("llama", 3)
+    model.model.layers[2].mlp.up_proj.weight = model.model.layers[0].mlp.up_proj.weight
+    layout = find_layout(model)
+    together = plan_stage_fqns(layout, (0, 3))
+    assert check_pipeline_support(model, layout, together) == []
+    [problem] = check_pipeline_support(model, layout, plan_stage_fqns(layout, (1, 2)))
+    assert "model.layers.0.mlp.up_proj.weight and model.layers.2.mlp.up_proj.weight" in problem
+    assert "stages 0 and 1" in problem
+
+
+def test_a_tie_that_was_undone_by_hand_is_no_tie(tiny: Tiny) -> None:
+    model = tiny("llama", 2, tie_word_embeddings=True)
+    model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach().clone())
+    assert check_pipeline_support(model) == []
+
+
+def test_a_tied_model_as_one_stage(tiny: Tiny) -> None:
+    model = tiny("llama", 2, tie_word_embeddings=True)
+    layout = find_layout(model)
+    assert check_pipeline_support(model, layout, plan_stage_fqns(layout, (2,))) == []
+
+
+@pytest.mark.parametrize("context", [lambda: torch.device("meta"), init_empty_weights])
+def test_a_tied_model_on_meta(context: Callable[[], object], tiny: Tiny) -> None:
+    with context():  # type: ignore[attr-defined]
+        model = tiny("llama", 2, tie_word_embeddings=True)
+    [problem] = check_pipeline_support(model)
+    assert "tie_word_embeddings" in problem
+    layout = find_layout(model)
+    assert check_pipeline_support(model, layout, plan_stage_fqns(layout, (2,))) == []
+
+
+def test_a_tie_that_meta_construction_lost(tiny: Tiny) -> None:
+    with torch.device("meta"):
+        model = tiny("llama", 2, tie_word_embeddings=True)
+    model.lm_head.weight = nn.Parameter(torch.empty(64, 32, device="meta"))
+    [problem] = check_pipeline_support(model)
+    assert "lm_head.weight and model.embed_tokens.weight are declared as one weight" in problem
+    assert "would be trained apart" in problem
+    with torch.device("meta"):
+        assert check_pipeline_support(tiny("llama", 2)) == []
+
+
+def llama(**overrides: int) -> LlamaConfig:
+    settings = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2} | overrides
+    return LlamaConfig(
+        num_attention_heads=4, intermediate_size=48, tie_word_embeddings=False, **settings
+    )
+
+
+def test_layers_that_do_not_run_once_each_in_order() -> None:
+    class Twice(LlamaForCausalLM):
+        def forward(self, input_ids: torch.Tensor, **kwargs: object) -> object:
+            self.model(input_ids=input_ids, use_cache=False)
+            return super().forward(input_ids=input_ids, **kwargs)
+
+    problems = check_pipeline_support(Twice(llama()))
+    assert any("do not run once each and in order, but as 0, 1, 0, 1" in each for each in problems)
+
+
+def test_all_problems_at_once() -> None:
+    class Odd(LlamaForCausalLM):
+        def __init__(self, config: LlamaConfig) -> None:
+            super().__init__(config)
+            self.model.offset = nn.Parameter(torch.zeros(32))
+
+    model = Odd(llama())
+    model.lm_head.weight = model.model.embed_tokens.weight
+    problems = check_pipeline_support(model)
+    assert len(problems) == 2
+    with pytest.raises(ValueError, match="Odd cannot be trained") as caught:
+        validate_hf_model_for_pipeline_support(model)
+    assert all(problem in str(caught.value) for problem in problems)
+    assert "model.offset" in str(caught.value)
