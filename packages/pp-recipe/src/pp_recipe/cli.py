@@ -87,6 +87,8 @@ def _train(options: TrainOptions) -> None:
 def _launch(options: TrainOptions) -> None:
     from pp_recipe.launch import InterruptedRunError, RankFailedError, launch
 
+    count = options.nproc_per_node or 1
+    click.echo(f"Starting {count} rank{'s' * (count > 1)} on {options.device} ...")
     try:
         launch(options)
     except InterruptedRunError:

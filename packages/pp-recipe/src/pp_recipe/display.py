@@ -103,4 +103,5 @@ def show_result(
         f'  python: AutoModelForCausalLM.from_pretrained("{output}/checkpoint")',
         markup=False,
         highlight=False,
+        soft_wrap=True,  # commands are to be copied
     )
