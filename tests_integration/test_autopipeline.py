@@ -10,6 +10,8 @@ from harness import RankPool
 from oracle import Case, build, compare, run_rank, run_whole, token_mean, token_sum
 from tiny_models import tiny_model
 from torch.distributed.device_mesh import init_device_mesh
+from transformers import LlamaForCausalLM
+from transformers.masking_utils import create_causal_mask
 
 from pp_autopipeline import AutoPipeline, PipelineConfig, clip_grad_norm, pipeline_model
 from pp_split_hf import find_layout, init_empty_weights, plan_stage_fqns
@@ -236,6 +238,29 @@ def test_the_last_stage_keeps_no_inputs_of_finished_microbatches(
     assert 0 < many <= few + 2
 
 
+def left_after_steps(pool: bool) -> tuple[int, int]:
+    """Hidden states and graphs that are alive after steps, with nothing collecting cycles."""
+    gc.collect()
+    gc.disable()
+    case = Case("llama", "1f1b", (2, 1), rows=8, microbatch_size=1)
+    case.options.update(pp_recv_buffer_pool=pool)
+    ap = build(case)
+    for seed in range(4):
+        ap.step(**make_batch("plain", 8, seed))
+    tensors = [t for t in gc.get_objects() if torch.is_tensor(t)]
+    hidden = {t.data_ptr() for t in tensors if t.shape == (1, 8, 32)}
+    graphs = [t for t in tensors if t.grad_fn is not None]
+    gc.enable()
+    return len(hidden), len(graphs)
+
+
+@pytest.mark.parametrize("pool", [False, True])
+def test_steps_leave_nothing_behind(ranks: RankPool, pool: bool) -> None:
+    for hidden, graphs in ranks.run(2, left_after_steps, pool):
+        assert hidden <= 7, "more than receive buffers"  # slots of the pool: 2 x (1 + slack)
+        assert graphs == 0
+
+
 # --- options
 
 
@@ -293,6 +318,65 @@ def test_two_pipelines_in_one_process(ranks: RankPool) -> None:
     assert runs[0][0] == pytest.approx(wanted[0] * 2, rel=1e-9)
     same(wanted[1], [run[1] for run in runs])
     same(wanted[1], [run[2] for run in runs])
+
+
+class StageFriendly(LlamaForCausalLM):
+    """A model whose own forward takes and returns stage tensors: ids or states in, one tensor out."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        x = self.model.embed_tokens(x) if not x.is_floating_point() else x
+        positions = torch.arange(x.shape[1])[None]
+        rotary = self.model.rotary_emb(x, position_ids=positions)
+        mask = create_causal_mask(self.config, x, None, None, position_ids=positions)
+        for layer in self.model.layers:
+            x = layer(x, attention_mask=mask, position_embeddings=rotary)
+        return self.lm_head(self.model.norm(x))
+
+
+def unpatched(counts: tuple[int, ...]) -> tuple[list[float], dict[str, torch.Tensor]]:
+    model = tiny_model("llama", 3)
+    plan = plan_stage_fqns(find_layout(model), counts)
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("pp",))
+    ap = AutoPipeline(
+        mesh, pp_microbatch_size=2, pp_batch_size=8, module_fqns_per_model_part=plan,
+        patch_inner_model=False, patch_causal_lm_model=False,
+    ).build(model, loss_fn=token_mean, parallelize_fn=become_stage_friendly)  # fmt: skip
+    loss = ap.step(**make_batch("plain", 8)).loss
+    assert loss is not None
+    return [loss.item()], gradients_of(ap)
+
+
+def become_stage_friendly(model: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
+    model.__class__ = StageFriendly
+
+
+def test_a_model_that_is_stage_friendly_itself(ranks: RankPool) -> None:
+    wanted = whole_model([make_batch("plain", 8)])
+    runs = ranks.run(2, unpatched, (2, 1))
+    assert runs[0][0] == pytest.approx(wanted[0], rel=1e-9)
+    same(wanted[1], [gradients for _, gradients in runs])
+
+
+def built_twice() -> tuple[list[float], bool, bool]:
+    model = tiny_model("llama", 3)
+    before = {name: (p, p.dtype, p.device) for name, p in model.named_parameters()}
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("pp",))
+    options: dict[str, Any] = {"pp_microbatch_size": 2, "pp_batch_size": 8}
+    narrow = AutoPipeline(mesh, dtype=torch.bfloat16, **options).build(model, loss_fn=token_mean)
+    same_model = all((p, p.dtype, p.device) == before[name] for name, p in model.named_parameters())
+    wide = AutoPipeline(mesh, **options).build(model, loss_fn=token_mean)
+    losses = [ap.step(**make_batch("plain", 8)).loss for ap in (narrow, wide)]
+    shared = all(p is before[n][0] for part in wide.parts for n, p in part.named_parameters())
+    return [loss.item() for loss in losses if loss is not None], same_model, shared
+
+
+def test_build_does_not_change_the_model(ranks: RankPool) -> None:
+    [wanted], _ = whole_model([make_batch("plain", 8)])
+    for losses, same_model, shared in ranks.run(2, built_twice):
+        assert losses[0] == pytest.approx(wanted, rel=2e-2)
+        assert losses[1] == pytest.approx(wanted, rel=1e-9)
+        assert same_model
+        assert shared
 
 
 # --- from nothing, and the functional way
@@ -400,6 +484,13 @@ def wrong_batch(change: dict[str, Any]) -> None:
         ({"target": None}, ["target is missing"]),
         ({"target": torch.zeros(7, 8, dtype=torch.long)}, ["(7, 8)", "(8, 8)"]),
         ({"input_ids": torch.zeros(8, dtype=torch.long)}, ["(8,)", "[rows, length]"]),
+        ({"target": torch.zeros(8, 7, dtype=torch.long)}, ["(8, 7)", "(8, 8)"]),
+        ({"target": torch.full((8, 8), 64)}, ["target", "64", "0 to 63, or -100"]),
+        ({"input_ids": torch.full((8, 8), 64)}, ["input_ids", "64", "0 to 63"]),
+        ({"input_ids": torch.zeros(8, 8)}, ["input_ids", "torch.float32"]),
+        ({"labels": torch.zeros(8, 8, dtype=torch.long)}, ["labels", "target="]),
+        ({"attention_masks": torch.ones(8, 8)}, ["attention_masks", "attention_mask?"]),
+        ({"causal_mask_mapping": {"full": torch.ones(8, 8)}}, ["causal_mask_mapping", "dict"]),
         ({"attention_mask": torch.ones(5, 8)}, ["attention_mask", "(5, 8)"]),
         ({"position_ids": torch.arange(8)}, ["position_ids", "(8,)"]),
     ],
@@ -436,6 +527,13 @@ def wrong_build(family: str, overrides: dict[str, Any], options: dict[str, Any])
         ({}, {"device": "cuda:0"}, ["cuda", "cpu"]),
         ({}, {"pp_recv_buffer_pool_slack": -1}, ["pp_recv_buffer_pool_slack=-1"]),
         ({}, {"pp_schedule_csv": "/nowhere.csv"}, ["/nowhere.csv"]),
+        ({}, {"loss_reduction": "average"}, ["loss_reduction='average'"]),
+        ({}, {"pp_schedule": "1f2b", "layers_per_stage": -1, "dtype": "bfloat16",
+              "round_virtual_stages_to_pp_multiple": "sideways", "pp_seq_len": "8"},
+             ["'1f2b'", "layers_per_stage=-1", "'bfloat16'", "'sideways'", "pp_seq_len='8'"]),
+        ({"tie_word_embeddings": True}, {"layers_per_stage": 1}, ["one parameter", "3 stages"]),
+        ({}, {"module_fqns_per_model_part": ["model.embed_tokens", "lm_head"]}, ["list of stages"]),
+        ({}, {"dp_axis_names": ("dpp",)}, ["dp_axis_names[0]='dpp'"]),
     ],
 )  # fmt: skip
 def test_wrong_settings(
@@ -446,6 +544,40 @@ def test_wrong_settings(
     ):
         assert kind in ("ValueError", "FileNotFoundError")
         assert all(word in message for word in words), message
+
+
+def too_long_for_learned_positions() -> None:
+    ap = build(Case("gpt2", "1f1b", (2, 1)))
+    ap.step(**make_batch("plain", 8, seq_len=65))
+
+
+def test_a_sequence_longer_than_learned_positions(ranks: RankPool) -> None:
+    for kind, message in ranks.run_expecting_error(2, too_long_for_learned_positions, timeout=30):
+        assert kind == "ValueError"
+        assert "length 65" in message
+        assert "64" in message
+
+
+def ranks_disagree(what: str) -> None:
+    rank = torch.distributed.get_rank()
+    counts = (2, 1) if what != "split" or rank else (1, 2)
+    rows = 4 if what == "batch" and rank else 8
+    schedule = "gpipe" if what == "schedule" and rank else "1f1b"
+    build(Case("llama", schedule, counts, rows=rows)).step(**make_batch("plain", rows))
+
+
+@pytest.mark.parametrize(
+    ("what", "words"),
+    [
+        ("split", "modules per stage of pipeline ranks 1"),
+        ("batch", "batch and microbatch size of pipeline ranks 1"),
+        ("schedule", "schedule of pipeline ranks 1"),
+    ],
+)
+def test_ranks_that_were_given_different_things(ranks: RankPool, what: str, words: str) -> None:
+    for kind, message in ranks.run_expecting_error(2, ranks_disagree, what, timeout=30):
+        assert kind == "ValueError"
+        assert words in message
 
 
 def step_without_weights() -> None:

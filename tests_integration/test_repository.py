@@ -49,7 +49,8 @@ def test_versions_go_in_lockstep() -> None:
 
 
 def test_private_names_of_torch_have_one_home_per_package() -> None:
-    private = re.compile(r"^\s*(?:from|import) torch[\w.]*\._\w+|import _\w+", re.MULTILINE)
+    names = r"^\s*(?:from|import) torch[\w.]*\._\w+|import _[a-z]\w*|\btorch\._\w+"
+    private = re.compile(names + r"|\._(?:parameters|buffers|modules|apply)\b", re.MULTILINE)
     for package in PACKAGES:
         homes = [p.name for p in (package / "src").rglob("*.py") if private.search(p.read_text())]
         assert homes in ([], ["torch_private.py"]), (package.name, homes)

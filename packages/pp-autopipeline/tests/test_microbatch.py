@@ -19,7 +19,6 @@ def shaped(*shape: int) -> torch.Tensor:
         (shaped(B), 0),
         (shaped(B, 1, S, S), 0),
         (shaped(B, B), 0),
-        (shaped(3, B, S), 1),
         (shaped(1, B, S), None),  # broadcasts over the batch
         (shaped(1, S), None),
         (shaped(1), None),
@@ -28,7 +27,7 @@ def shaped(*shape: int) -> torch.Tensor:
         (3, None),
         (None, None),
         ("mode", None),
-        ({"mask": shaped(2, 2)}, None),
+        ({"mask": 2}, None),
     ],
 )
 def test_batch_dim(value: Any, dim: int | None) -> None:
@@ -53,4 +52,15 @@ def test_all_that_cannot_be_cut_is_named() -> None:
 def test_what_could_be_either_is_not_guessed() -> None:
     with pytest.raises(ValueError, match=r"x has shape.*per row or per position"):
         find_batch_dims({"x": shaped(8)}, 8, 8)
-    assert find_batch_dims({"x": shaped(8, 8), "y": shaped(3, 8, 8)}, 8, 8) == {"x": 0, "y": 1}
+    assert find_batch_dims({"x": shaped(8, 8)}, 8, 8) == {"x": 0}
+
+
+def test_position_ids_of_three_dims() -> None:
+    for rows in (3, 4, B):
+        assert find_batch_dims({"position_ids": shaped(3, rows, S)}, rows, S) == {"position_ids": 1}
+
+
+@pytest.mark.parametrize("value", [{"full": shaped(B, S)}, [shaped(B)], ({"a": [shaped(B)]},)])
+def test_containers_of_tensors_are_refused(value: Any) -> None:
+    with pytest.raises(ValueError, match=r"mask is a .* that holds tensors"):
+        find_batch_dims({"mask": value}, B, S)

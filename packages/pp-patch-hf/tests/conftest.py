@@ -5,6 +5,8 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedModel
 
+torch.set_num_threads(1)  # tensors this small are faster on one
+
 LLAMA_LIKE: dict[str, Any] = {
     "hidden_size": 32,
     "num_attention_heads": 4,

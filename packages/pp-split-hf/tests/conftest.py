@@ -5,6 +5,8 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedModel
 
+torch.set_num_threads(1)  # tensors this small are faster on one
+
 
 def make_model(
     family: str, num_layers: int, bare: bool = False, **overrides: Any

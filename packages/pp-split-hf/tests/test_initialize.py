@@ -154,13 +154,11 @@ def test_nothing_is_left_without_a_value(
             assert tensor.isfinite().all(), name
 
 
-def test_a_module_of_which_one_tensor_has_values(nan_for_uninitialized: None, tiny: Tiny) -> None:
+def test_a_module_of_which_one_tensor_has_values_is_refused(tiny: Tiny) -> None:
     with init_empty_weights():
         model = tiny("gpt2", 1)
-    loaded = nn.Parameter(torch.full((32, 96), 3.0))
-    model.transformer.h[0].attn.c_attn.weight = loaded
-    initialize_stage_weights(model, "cpu")
-    assert torch.equal(model.transformer.h[0].attn.c_attn.weight, torch.full((32, 96), 3.0))
-    assert torch.equal(model.transformer.h[0].attn.c_attn.bias, torch.zeros(96))
-    for name, parameter in model.named_parameters():
-        assert parameter.isfinite().all(), name
+    model.transformer.h[0].attn.c_attn.weight = nn.Parameter(torch.full((32, 96), 3.0))
+    with pytest.raises(ValueError, match="other parameters of the same module have") as caught:
+        initialize_stage_weights(model, "cpu")
+    assert "transformer.h.0.attn.c_attn.bias have no values" in str(caught.value)
+    assert model.transformer.h[0].attn.c_attn.bias.device.type == "meta"  # nothing was begun

@@ -1,24 +1,32 @@
 """AutoPipeline: a Hugging Face model, split over ranks, behind one `step`."""
 
 import logging
-from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import partial
-from typing import Any
+from dataclasses import dataclass, fields, replace
+from typing import Any, Literal
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import PipelineStage
 
-from pp_autopipeline.checks import mesh_problems, pool_problems, shape_problems, warn_once
+from pp_autopipeline.batch_rules import BatchRules
+from pp_autopipeline.checks import field_problems, mesh_problems, refuse, warn_once
+from pp_autopipeline.config import PipelineConfig
 from pp_autopipeline.devices import resolve_device
 from pp_autopipeline.execution import Execution, StepOutput
-from pp_autopipeline.loss import BatchLoss, LossFunction, LossReduction, find_loss_reduction
+from pp_autopipeline.loss import (
+    BatchLoss,
+    LossFunction,
+    LossReduction,
+    find_loss_reduction,
+    special_ids,
+)
 from pp_autopipeline.pipeline import (
     BuiltPipeline,
     ParallelizeFnProtocol,
+    bind_parallelize_fn,
     build_pipeline,
+    output_dim,
     plan_pipeline,
     set_shapes,
 )
@@ -91,9 +99,9 @@ class AutoPipeline(PipelineReports):
     layers_per_stage: int | None = None
     """Decoder layers per stage; None spreads them evenly over one stage per rank (single-stage
     schedules) or two."""
-    round_virtual_stages_to_pp_multiple: str | None = None
+    round_virtual_stages_to_pp_multiple: Literal["up", "down"] | None = None
     """"up" or "down": round the number of stages that `layers_per_stage` makes."""
-    module_fqns_per_model_part: Sequence[Sequence[str]] | None = None
+    module_fqns_per_model_part: list[list[str]] | None = None
     """Module names per stage, for all stages; overrides automatic splitting."""
     patch_inner_model: bool = True
     """Handle the boundary inside the decoder; see `pp_patch_hf.patch_hf_model_for_pp`."""
@@ -122,21 +130,50 @@ class AutoPipeline(PipelineReports):
     by calling it on random logits."""
 
     def __post_init__(self) -> None:
-        problems = shape_problems(self.pp_microbatch_size, self.pp_batch_size, self.pp_seq_len)
-        problems += pool_problems(self.pp_recv_buffer_pool_slack)
-        axes = {"cp_axis_name": self.cp_axis_name, "tp_axis_name": self.tp_axis_name}
-        problems += mesh_problems(self.world_mesh, {"pp_axis_name": self.pp_axis_name, **axes})
-        if self.layers_per_stage is not None and self.module_fqns_per_model_part is not None:
-            problems.append(
-                f"layers_per_stage={self.layers_per_stage} contradicts module_fqns_per_model_part"
+        axes = {"pp_axis_name": self.pp_axis_name, "cp_axis_name": self.cp_axis_name}
+        axes["tp_axis_name"] = self.tp_axis_name
+        if self.dp_axis_names != ("dp",):  # the default names an axis that a mesh need not have
+            axes |= {f"dp_axis_names[{i}]": axis for i, axis in enumerate(self.dp_axis_names)}
+        problems = mesh_problems(self.world_mesh, "world_mesh", axes)
+        if self.moe_mesh is not None:
+            problems += mesh_problems(
+                self.moe_mesh, "moe_mesh", {"ep_axis_name": self.ep_axis_name}
             )
-        if problems:
-            raise ValueError("AutoPipeline: " + "; ".join(problems))
-        self.device = resolve_device(self.device, self.world_mesh)
+        if self.loss_reduction not in (None, "mean", "sum"):
+            problems.append(
+                f"loss_reduction={self.loss_reduction!r} is none of 'mean', 'sum', None"
+            )
+        try:
+            self.device = resolve_device(self.device, self.world_mesh)
+        except (ValueError, RuntimeError) as error:
+            problems.append(str(error))
+        names = [field.name for field in fields(PipelineConfig) if field.name != "loss_fn"]
+        settings = {name: getattr(self, name) for name in names}
+        problems += field_problems({**settings, "loss_fn": None})
+        refuse("AutoPipeline cannot be made", problems)
+        self._config = PipelineConfig(**settings)
+        self._loss_fn: LossFunction | None = None
         self._built: BuiltPipeline | None = None
         self._execution: Execution | None = None
         self._pool: RecvBufferPool | None = None
         self._summaries: tuple[StageSummary, ...] = ()
+
+    @classmethod
+    def from_config(
+        cls, world_mesh: DeviceMesh, config: PipelineConfig, **others: Any
+    ) -> "AutoPipeline":
+        """Make a pipeline from a config; its `loss_fn` is what `build` uses unless given another.
+
+        Args:
+            world_mesh: The mesh that has the pipeline axis.
+            config: Everything that a config has.
+            **others: Everything that it has not: `moe_mesh`, axis names, `device`, ...
+        """
+        settings = config.to_dict()
+        loss_fn = settings.pop("loss_fn")
+        pipeline = cls(world_mesh, **settings, **others)
+        pipeline._loss_fn = loss_fn
+        return pipeline
 
     def build(
         self,
@@ -147,8 +184,9 @@ class AutoPipeline(PipelineReports):
     ) -> "AutoPipeline":
         """Split the model and build this rank's stages and schedule. Nothing is sent.
 
-        The stages share their parameters with `model`: no weight is copied. Parameters that have
-        values are moved to `device` and cast to `dtype`; meta parameters stay until `materialize`.
+        The stages share their parameters with `model`, and the model is not changed. Only what is
+        not on `device` and in `dtype` yet becomes a tensor of the stage's own (let go of `model`
+        to free the other). Meta parameters stay until `materialize`.
 
         Args:
             model: The whole model, on any device; the same on every rank.
@@ -160,42 +198,44 @@ class AutoPipeline(PipelineReports):
             ValueError: Listing everything that is wrong with model, mesh and settings.
         """
         assert isinstance(self.device, torch.device)
-        plan = plan_pipeline(
-            model,
-            self.world_mesh,
-            self.pp_axis_name,
-            schedule_name=self.pp_schedule,
-            schedule_csv=self.pp_schedule_csv,
-            microbatch_size=self.pp_microbatch_size,
-            batch_size=self.pp_batch_size,
-            layers_per_stage=self.layers_per_stage,
-            round_to_pp_multiple=self.round_virtual_stages_to_pp_multiple,
-            stage_fqns=self.module_fqns_per_model_part,
-            dtype=self.dtype,
-        )
+        loss_fn = loss_fn or self._loss_fn
+        plan = plan_pipeline(model, self.world_mesh, self.pp_axis_name, self._config)
+        batch_loss = None
+        if loss_fn is not None:
+            reduction = self.loss_reduction or find_loss_reduction(
+                loss_fn, output_dim(plan.layout), self.device, special_ids(model)
+            )
+            share = 1.0 / self._config.num_microbatches if self.scale_grads_in_schedule else 1.0
+            batch_loss = BatchLoss(loss_fn, reduction, share)
         self._warn_of_settings_without_effect()
-        batch_loss = self._batch_loss(model, loss_fn)
         self._summaries = summarize_stages(model, plan.stage_fqns, plan.rank_of_stage)
         self._built = build_pipeline(
             model,
             plan,
             self.world_mesh,
             self.pp_axis_name,
-            schedule_name=self.pp_schedule,
-            schedule_csv=self.pp_schedule_csv,
-            microbatch_size=self.pp_microbatch_size,
-            batch_size=self.pp_batch_size,
+            # The loss brings its own scaling.
+            replace(self._config, scale_grads_in_schedule=False),
             loss_fn=batch_loss,
-            scale_grads=False,
             device=self.device,
-            dtype=self.dtype,
-            parallelize=self._bind(parallelize_fn),
-            patch_inner_model=self.patch_inner_model,
-            patch_causal_lm_model=self.patch_causal_lm_model,
+            parallelize=bind_parallelize_fn(
+                parallelize_fn,
+                world_mesh=self.world_mesh,
+                moe_mesh=self.moe_mesh,
+                dp_axis_names=self.dp_axis_names,
+                cp_axis_name=self.cp_axis_name,
+                tp_axis_name=self.tp_axis_name,
+                ep_axis_name=self.ep_axis_name,
+                ep_shard_axis_names=self.ep_shard_axis_names,
+            ),
         )
-        group = self.world_mesh.get_group(self.pp_axis_name)
         self._execution = Execution(
-            self._built, batch_loss, group, self.device, self.pp_microbatch_size, self.pp_batch_size
+            self._built,
+            batch_loss,
+            self.world_mesh.get_group(self.pp_axis_name),
+            self.device,
+            self._config,
+            BatchRules.of(model, plan.layout),
         )
         if self.pp_recv_buffer_pool:
             self._pool = install_recv_buffer_pool(
@@ -212,7 +252,15 @@ class AutoPipeline(PipelineReports):
         and parameter names alone: any number of ranks and any split start alike. Make optimizers
         afterwards. Every rank calls it; nothing is sent.
         """
-        for part in self._require().parts:
+        parts = self._require().parts
+        source = getattr(parts[0], "name_or_path", "")
+        if source and any(p.device.type == "meta" for part in parts for p in part.parameters()):
+            warn_once(
+                logger,
+                f"materialize() makes new weights from the config; those of {source!r} are not "
+                "read. To train them, load the model without init_empty_weights",
+            )
+        for part in parts:
             assert isinstance(self.device, torch.device)
             initialize_stage_weights(part, self.device, self.dtype, seed)
         return self
@@ -317,43 +365,12 @@ class AutoPipeline(PipelineReports):
         assert self._execution is not None
         return self._execution
 
-    def _batch_loss(self, model: nn.Module, loss_fn: LossFunction | None) -> BatchLoss | None:
-        if loss_fn is None:
-            return None
-        assert isinstance(self.device, torch.device)
-        reduction = self.loss_reduction
-        if reduction is None:
-            config: Any = model.config
-            num_classes = config.get_text_config(decoder=True).vocab_size
-            reduction = find_loss_reduction(loss_fn, num_classes, self.device)
-        num_microbatches = self.pp_batch_size // self.pp_microbatch_size
-        share = 1.0 / num_microbatches if self.scale_grads_in_schedule else 1.0
-        return BatchLoss(loss_fn, reduction, share)
-
-    def _bind(self, parallelize_fn: ParallelizeFnProtocol | None) -> Any:
-        if parallelize_fn is None:
-            return None
-        return partial(
-            parallelize_fn,
-            world_mesh=self.world_mesh,
-            moe_mesh=self.moe_mesh,
-            dp_axis_names=self.dp_axis_names,
-            cp_axis_name=self.cp_axis_name,
-            tp_axis_name=self.tp_axis_name,
-            ep_axis_name=self.ep_axis_name,
-            ep_shard_axis_names=self.ep_shard_axis_names,
-        )
-
     def _warn_of_settings_without_effect(self) -> None:
         if self.world_mesh[self.pp_axis_name].size() == 1:
             warn_once(
                 logger,
                 f"axis {self.pp_axis_name!r} of world_mesh has size 1: all stages are on one rank, "
                 "and pipeline settings only cut the batch into microbatches",
-            )
-        if self.pp_schedule_csv is not None and self.pp_schedule not in (None, "1f1b"):
-            warn_once(
-                logger, f"pp_schedule={self.pp_schedule!r} has no effect beside pp_schedule_csv"
             )
         if self.patch_stage_backward_maybe_with_nosync:
             warn_once(

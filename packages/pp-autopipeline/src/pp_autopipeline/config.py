@@ -8,8 +8,7 @@ from typing import Any, Literal
 
 import torch
 
-from pp_autopipeline.checks import pool_problems, shape_problems, warn_once
-from pp_schedule import resolve_schedule
+from pp_autopipeline.checks import field_problems, warn_once
 
 logger = logging.getLogger(__name__)
 
@@ -18,7 +17,8 @@ logger = logging.getLogger(__name__)
 class PipelineConfig:
     """Configuration of pipeline-parallel training; the mesh is given separately.
 
-    Field names, meanings and defaults are those of NeMo AutoModel 0.7.
+    Field names, meanings and defaults are those of NeMo AutoModel 0.7. `AutoPipeline.from_config`
+    takes it.
 
     Raises:
         ValueError: Naming all fields that are wrong, when the config is made.
@@ -60,27 +60,7 @@ class PipelineConfig:
     """Buffers beyond what is in flight."""
 
     def __post_init__(self) -> None:
-        problems = shape_problems(self.pp_microbatch_size, self.pp_batch_size, self.pp_seq_len)
-        problems += pool_problems(self.pp_recv_buffer_pool_slack)
-        if self.pp_schedule is None and self.pp_schedule_csv is None:
-            problems.append("pp_schedule and pp_schedule_csv are both None: give one of them")
-        if self.pp_schedule is not None:
-            try:
-                resolve_schedule(self.pp_schedule)
-            except (ValueError, TypeError) as error:
-                problems.append(f"pp_schedule: {error}")
-        if self.layers_per_stage is not None and self.layers_per_stage < 1:
-            problems.append(f"layers_per_stage={self.layers_per_stage} must be at least 1")
-        if self.layers_per_stage is not None and self.module_fqns_per_model_part is not None:
-            problems.append(
-                f"layers_per_stage={self.layers_per_stage} contradicts module_fqns_per_model_part, "
-                "which says what every stage has: give one of them"
-            )
-        if self.round_virtual_stages_to_pp_multiple not in (None, "up", "down"):
-            problems.append(
-                "round_virtual_stages_to_pp_multiple="
-                f"{self.round_virtual_stages_to_pp_multiple!r} is none of 'up', 'down', None"
-            )
+        problems = field_problems(self.to_dict())
         if problems:
             raise ValueError("PipelineConfig: " + "; ".join(problems))
         if self.pp_schedule_csv is not None and self.pp_schedule not in (None, "1f1b"):
@@ -89,6 +69,17 @@ class PipelineConfig:
                 f"pp_schedule={self.pp_schedule!r} has no effect: pp_schedule_csv="
                 f"{self.pp_schedule_csv!r} overrides it",
             )
+        if self.round_virtual_stages_to_pp_multiple and self.layers_per_stage is None:
+            warn_once(
+                logger,
+                f"round_virtual_stages_to_pp_multiple={self.round_virtual_stages_to_pp_multiple!r} "
+                "has no effect without layers_per_stage",
+            )
+
+    @property
+    def num_microbatches(self) -> int:
+        """Microbatches per step."""
+        return self.pp_batch_size // self.pp_microbatch_size
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as a dictionary that `from_dict` takes."""

@@ -1,5 +1,6 @@
 """One batch through the pipeline: checked, cut, run, and its loss brought to every rank."""
 
+import hashlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -9,10 +10,18 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from pp_autopipeline.batch_rules import BatchRules
+from pp_autopipeline.checks import refuse
+from pp_autopipeline.config import PipelineConfig
 from pp_autopipeline.loss import BatchLoss
 from pp_autopipeline.microbatch import find_batch_dims
 from pp_autopipeline.pipeline import BuiltPipeline, set_shapes
-from pp_schedule import build_forward_only_schedule, set_keyword_split, use_stage_shapes
+from pp_schedule import (
+    build_forward_only_schedule,
+    schedule_order,
+    set_keyword_split,
+    use_stage_shapes,
+)
 
 
 @dataclass(frozen=True)
@@ -34,22 +43,25 @@ class Execution:
         batch_loss: BatchLoss | None,
         group: dist.ProcessGroup,
         device: torch.device,
-        microbatch_size: int,
-        batch_size: int,
+        config: PipelineConfig,
+        rules: BatchRules,
     ) -> None:
         self.pipeline = pipeline
         self.batch_loss = batch_loss
         self.group = group
         self.device = device
-        self.microbatch_size = microbatch_size
-        self.batch_size = batch_size
+        self.microbatch_size = config.pp_microbatch_size
+        self.batch_size = config.pp_batch_size
+        self.rules = rules
+        # A module that is its own stage forward gets what it would get from torch's schedules.
+        self.is_patched = config.patch_inner_model or config.patch_causal_lm_model
         plan = pipeline.plan
         mine = plan.stage_ids[plan.pp_rank]
         self.has_first = 0 in mine
         self.has_last = len(plan.stage_fqns) - 1 in mine
         self._forward_only: dict[tuple[int, bool], Any] = {}
         self._prepared: tuple[Any, int] | None = None
-        self._checked_weights = False
+        self._is_checked = False
 
     def forget_shapes(self) -> None:
         """Set shapes afresh at the next batch."""
@@ -64,7 +76,7 @@ class Execution:
         kwargs: dict[str, Any],
     ) -> StepOutput:
         """Forward and backward of one batch; see `AutoPipeline.step`."""
-        problems = []
+        problems = self.rules.problems(input_ids, target, kwargs)
         if self.batch_loss is None:
             problems.append("the pipeline was built without loss_fn: only eval() runs")
         elif target is None:
@@ -77,12 +89,12 @@ class Execution:
                 f"input_ids has {rows} rows, but pp_batch_size={self.batch_size}: pad the batch "
                 "with rows whose targets are all -100, or build with another pp_batch_size"
             )
-        self._check(input_ids, target, problems)
+        self._check(problems)
         num_microbatches = self.batch_size // self.microbatch_size
+        schedule = self.pipeline.schedule
         return self._run(
-            self.pipeline.schedule, num_microbatches, input_ids, target, losses,
-            return_outputs, kwargs,
-        )  # fmt: skip
+            schedule, num_microbatches, input_ids, target, losses, return_outputs, kwargs
+        )
 
     def evaluate(
         self,
@@ -93,7 +105,7 @@ class Execution:
         kwargs: dict[str, Any],
     ) -> StepOutput:
         """Forward of one batch; see `AutoPipeline.eval`."""
-        problems = []
+        problems = self.rules.problems(input_ids, target, kwargs)
         if target is not None and self.batch_loss is None:
             problems.append("a target was given, but the pipeline was built without loss_fn")
         rows = input_ids.shape[0] if input_ids.ndim else 0
@@ -102,14 +114,14 @@ class Execution:
                 f"input_ids has {rows} rows, which is not a positive multiple of "
                 f"pp_microbatch_size={self.microbatch_size}"
             )
-        self._check(input_ids, target, problems)
+        self._check(problems)
         num_microbatches = rows // self.microbatch_size
         schedule = self._forward_only_schedule(num_microbatches, target is not None)
+        return_outputs = return_outputs or target is None
         with torch.no_grad(), _evaluating(self.pipeline.parts):
             output = self._run(
-                schedule, num_microbatches, input_ids, target, losses,
-                return_outputs or target is None, kwargs,
-            )  # fmt: skip
+                schedule, num_microbatches, input_ids, target, losses, return_outputs, kwargs
+            )
         for stage in self.pipeline.stages:
             stage.clear_runtime_states()  # else inputs and logits stay until the next batch
         return output
@@ -127,20 +139,24 @@ class Execution:
         # 1. Everything that can be wrong is found before anything is sent.
         batch_dims = find_batch_dims(kwargs, input_ids.shape[0], input_ids.shape[1])
         # 2. Every stage gets the ids: architectures make masks and positions from them.
-        keywords = {**kwargs, "input_ids": input_ids}
+        keywords = {**kwargs, "input_ids": input_ids} if self.is_patched else dict(kwargs)
         keywords = {
             name: value.to(self.device, non_blocking=True) if torch.is_tensor(value) else value
             for name, value in keywords.items()
         }
-        set_keyword_split(schedule, {**batch_dims, "input_ids": 0})
+        if self.is_patched:
+            batch_dims["input_ids"] = 0
+        set_keyword_split(schedule, batch_dims)
         self._prepare(schedule, input_ids.shape[1])
         # 3. The loss must know the whole target before the first microbatch.
         if self.has_last and target is not None:
             assert self.batch_loss is not None
             self.batch_loss.begin(target, num_microbatches)
             target = target.to(self.device, non_blocking=True)
+            if target.dtype in (torch.int32, torch.int16, torch.int8):
+                target = target.long()  # torch's losses want no narrower labels
         # 4. The schedule.
-        args = (keywords["input_ids"],) if self.has_first else ()
+        args = (input_ids.to(self.device, non_blocking=True),) if self.has_first else ()
         logits = schedule.step(
             *args,
             target=target if self.has_last else None,
@@ -158,7 +174,7 @@ class Execution:
         loss = torch.zeros((), device=self.device, dtype=torch.float64)
         if self.has_last:
             assert self.batch_loss is not None
-            loss = self.batch_loss.end(self.device).double()
+            loss = self.batch_loss.end(self.device)
             if losses is not None:
                 losses.extend(self.batch_loss.values)
         if len(self.pipeline.plan.stage_ids) > 1:
@@ -185,17 +201,8 @@ class Execution:
             )
         return self._forward_only[key]
 
-    def _check(
-        self, input_ids: torch.Tensor, target: torch.Tensor | None, problems: list[str]
-    ) -> None:
-        if input_ids.ndim != 2:
-            problems.append(f"input_ids has shape {tuple(input_ids.shape)}, not [rows, length]")
-        elif target is not None and target.shape[:1] != input_ids.shape[:1]:
-            problems.append(
-                f"target has shape {tuple(target.shape)}, input_ids {tuple(input_ids.shape)}: "
-                "they must have the same rows"
-            )
-        if not self._checked_weights:
+    def _check(self, problems: list[str]) -> None:
+        if not self._is_checked:
             empty = [
                 name
                 for part in self.pipeline.parts
@@ -207,9 +214,43 @@ class Execution:
                     f"{len(empty)} parameters have no values yet ({empty[0]}, ...): call "
                     "materialize() after build()"
                 )
-        if problems:
-            raise ValueError("cannot run this batch: " + "; ".join(problems))
-        self._checked_weights = True
+        refuse("cannot run this batch", problems)
+        if not self._is_checked:
+            self._check_agreement()
+        self._is_checked = True
+
+    def _check_agreement(self) -> None:
+        """Raise on every rank if the ranks were given different pipelines."""
+        plan = self.pipeline.plan
+        orders = schedule_order(self.pipeline.schedule)
+        mine = {
+            "modules per stage": plan.stage_fqns,
+            "stages per rank": plan.stage_ids,
+            "batch and microbatch size": (self.batch_size, self.microbatch_size),
+            "schedule": {rank: [str(a) for a in row] for rank, row in orders.items()},
+            "loss": self.batch_loss and self.batch_loss.reduction,
+            "dtypes between stages": [
+                str(shape.dtype) for shape in plan.layout.trace.boundaries.values()
+            ],
+        }
+        digests = {
+            name: hashlib.sha256(repr(value).encode()).hexdigest() for name, value in mine.items()
+        }
+        everyone: list[dict[str, str]] = [{} for _ in plan.stage_ids]
+        if len(everyone) > 1:
+            dist.all_gather_object(everyone, digests, group=self.group)
+            refuse(
+                "the ranks of the pipeline were given different things; give all of them the same",
+                [
+                    f"{name} of pipeline ranks {', '.join(map(str, others))} differ from rank 0's"
+                    for name in digests
+                    if (
+                        others := [
+                            r for r, e in enumerate(everyone) if e[name] != everyone[0][name]
+                        ]
+                    )
+                ],
+            )
 
 
 @contextmanager

@@ -1,17 +1,31 @@
 """The functional way in: a model in, a torch schedule out."""
 
-from collections.abc import Callable, Sequence
-from functools import partial
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Literal
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import PipelineStage
 
-from pp_autopipeline.checks import shape_problems
+from pp_autopipeline.config import PipelineConfig
 from pp_autopipeline.devices import resolve_device
-from pp_autopipeline.pipeline import ParallelizeFnProtocol, build_pipeline, plan_pipeline
+from pp_autopipeline.pipeline import (
+    ParallelizeFnProtocol,
+    bind_parallelize_fn,
+    build_pipeline,
+    plan_pipeline,
+)
+
+# How this function calls what a config calls otherwise, for its messages.
+_ARGUMENTS = {
+    "pp_schedule_csv": "pipeline_parallel_schedule_csv",
+    "pp_schedule": "pipeline_parallel_schedule",
+    "pp_microbatch_size": "microbatch_size",
+    "pp_batch_size": "local_batch_size",
+    "round_virtual_stages_to_pp_multiple": "round_to_pp_multiple",
+    "PipelineConfig": "pipeline_model",
+}
 
 
 def pipeline_model(
@@ -33,11 +47,11 @@ def pipeline_model(
     device: torch.device | str | int | None = None,
     loss_fn: Callable[..., torch.Tensor] | None = None,
     parallelize_fn: ParallelizeFnProtocol | None = None,
-    module_fqns_per_model_part: Sequence[Sequence[str]] | None = None,
+    module_fqns_per_model_part: list[list[str]] | None = None,
     patch_inner_model: bool = True,
     patch_causal_lm_model: bool = True,
     scale_grads: bool = False,
-    round_to_pp_multiple: str | None = None,
+    round_to_pp_multiple: Literal["up", "down"] | None = None,
     dtype: torch.dtype | None = None,
 ) -> tuple[Any, list[nn.Module], bool, bool, list[PipelineStage]]:
     """Split a Hugging Face model and return a torch schedule for it.
@@ -53,25 +67,35 @@ def pipeline_model(
     Raises:
         ValueError: Listing everything that is wrong, before anything is sent.
     """
-    problems = shape_problems(microbatch_size, local_batch_size, None)
-    if problems:
-        raise ValueError("; ".join(problems))
-    plan = plan_pipeline(
+    try:
+        config = PipelineConfig(
+            pp_schedule=pipeline_parallel_schedule,
+            pp_schedule_csv=pipeline_parallel_schedule_csv,
+            pp_microbatch_size=microbatch_size,
+            pp_batch_size=local_batch_size,
+            layers_per_stage=layers_per_stage,
+            round_virtual_stages_to_pp_multiple=round_to_pp_multiple,
+            module_fqns_per_model_part=module_fqns_per_model_part,
+            patch_inner_model=patch_inner_model,
+            patch_causal_lm_model=patch_causal_lm_model,
+            scale_grads_in_schedule=scale_grads,
+            dtype=dtype,
+        )
+        plan = plan_pipeline(model, world_mesh, pp_axis_name, config)
+    except ValueError as error:
+        message = str(error)
+        for name, argument in _ARGUMENTS.items():
+            message = message.replace(name, argument)
+        raise ValueError(message) from error
+    built = build_pipeline(
         model,
+        plan,
         world_mesh,
         pp_axis_name,
-        schedule_name=pipeline_parallel_schedule,
-        schedule_csv=pipeline_parallel_schedule_csv,
-        microbatch_size=microbatch_size,
-        batch_size=local_batch_size,
-        layers_per_stage=layers_per_stage,
-        round_to_pp_multiple=round_to_pp_multiple,
-        stage_fqns=module_fqns_per_model_part,
-        dtype=dtype,
-    )
-    parallelize = None
-    if parallelize_fn is not None:
-        parallelize = partial(
+        config,
+        loss_fn=loss_fn,
+        device=resolve_device(device, world_mesh),
+        parallelize=bind_parallelize_fn(
             parallelize_fn,
             world_mesh=world_mesh,
             moe_mesh=moe_mesh,
@@ -80,23 +104,7 @@ def pipeline_model(
             tp_axis_name=tp_axis_name,
             ep_axis_name=ep_axis_name,
             ep_shard_axis_names=ep_shard_axis_names,
-        )
-    built = build_pipeline(
-        model,
-        plan,
-        world_mesh,
-        pp_axis_name,
-        schedule_name=pipeline_parallel_schedule,
-        schedule_csv=pipeline_parallel_schedule_csv,
-        microbatch_size=microbatch_size,
-        batch_size=local_batch_size,
-        loss_fn=loss_fn,
-        scale_grads=scale_grads,
-        device=resolve_device(device, world_mesh),
-        dtype=dtype,
-        parallelize=parallelize,
-        patch_inner_model=patch_inner_model,
-        patch_causal_lm_model=patch_causal_lm_model,
+        ),
     )
     mine = plan.stage_ids[plan.pp_rank]
     last = len(plan.stage_fqns) - 1

@@ -1,9 +1,10 @@
 """The loss of a batch that is cut into microbatches: the same number whatever the cut."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal
 
 import torch
+from torch import nn
 
 from pp_schedule.build import scale_gradient
 
@@ -14,49 +15,100 @@ IGNORED = -100
 """The target value that counts for nothing, as in `torch.nn.functional.cross_entropy`."""
 
 
+# How many classes a loss is tried on, and how many logits that may take.
+_MAX_TRIED, _MAX_LOGITS = 512, 16_000_000
+
+
+def special_ids(model: nn.Module) -> tuple[int, ...]:
+    """Return the ids that a model's config names, such as padding: a loss may weigh them apart."""
+    config: Any = getattr(model, "config", None)
+    if config is None:
+        return ()
+    config = config.get_text_config(decoder=True)
+    ids = (getattr(config, f"{name}_token_id", None) for name in ("pad", "bos", "eos"))
+    return tuple(i for i in ids if isinstance(i, int) and i >= 0)
+
+
 def find_loss_reduction(
-    loss_fn: LossFunction, num_classes: int, device: torch.device
+    loss_fn: LossFunction,
+    num_classes: int,
+    device: torch.device,
+    special: Sequence[int] = (),
 ) -> LossReduction:
     """Find out whether a loss is a mean or a sum over the targets that count.
 
-    It is called three times on random logits: on a row with four targets that count, on a row with
-    one, and on both rows together.
+    It is called on random logits: on rows in which all targets count, half of them, or one, and
+    on two such rows together. The targets are as many different classes as memory allows, up to
+    512, so that a loss that weighs classes shows itself.
 
     Args:
         loss_fn: `loss_fn(logits [rows, length, num_classes], target [rows, length])`.
         num_classes: Size of the logits' last dim.
         device: Where to try it.
+        special: Classes that must be among those tried.
 
     Raises:
         ValueError: If it is neither or cannot be called so; the message says what to do.
     """
-    generator = torch.Generator().manual_seed(0)
-    logits = torch.randn((2, 4, num_classes), generator=generator).to(device)
-    target = torch.randint(0, num_classes, (2, 4), generator=generator).to(device)
-    target[1, 1:] = IGNORED
+    logits, target = (each.to(device) for each in _trial(num_classes, special))
     advice = "say what it is with loss_reduction='mean' or loss_reduction='sum'"
     try:
         with torch.no_grad():
-            first, second, both = (
-                float(loss_fn(logits[rows], target[rows]))
-                for rows in (slice(0, 1), slice(1, 2), slice(0, 2))
-            )
+            losses = [
+                loss_fn(logits[rows], target[rows]) for rows in ([0], [1], [2], [0, 1], [0, 2])
+            ]
+            shapes = {tuple(loss.shape) for loss in losses}
+            *alone, first_two, first_and_third = (float(loss.sum()) for loss in losses)
     except Exception as error:
         raise ValueError(
-            f"loss_fn cannot be called with logits {[2, 4, num_classes]} and targets [2, 4] in "
-            f"which {IGNORED} is to be ignored ({type(error).__name__}: {error}); if it is made "
-            f"for something else, {advice}"
+            f"loss_fn cannot be called with logits {list(logits.shape)} and targets "
+            f"{list(target.shape)} in which {IGNORED} is to be ignored ({type(error).__name__}: "
+            f"{error}); if it is made for something else, {advice}"
         ) from error
-    if _close(both, first + second):
+    if shapes != {()}:
+        raise ValueError(
+            f"loss_fn returns a tensor of shape {sorted(shapes)[-1]}; a loss is one number: use "
+            "its mean or its sum"
+        )
+    counts = [int((row != IGNORED).sum()) for row in target]
+    together = {1: first_two, 2: first_and_third}
+    if all(_close(both, alone[0] + alone[i]) for i, both in together.items()):
         return "sum"
-    if _close(both, (4 * first + second) / 5):
+    if all(
+        _close(both, (counts[0] * alone[0] + counts[i] * alone[i]) / (counts[0] + counts[i]))
+        for i, both in together.items()
+    ):
         return "mean"
     raise ValueError(
         f"loss_fn is neither a mean nor a sum over the targets that are not {IGNORED}: it gives "
-        f"{first:.6g} for a row with 4 targets, {second:.6g} for a row with 1, and {both:.6g} for "
-        "both. Targets must be aligned with the logits (shift them before, not inside the loss); "
-        f"if the loss is right as it is, {advice}"
+        f"{alone[0]:.6g} for a row with {counts[0]} targets, {alone[2]:.6g} for a row with "
+        f"{counts[2]}, and {first_and_third:.6g} for both. Targets must be aligned with the logits "
+        f"(shift them before, not inside the loss); what does not count must be {IGNORED} "
+        f"(target.masked_fill(target == pad, {IGNORED})); classes must weigh the same. If the loss "
+        f"is right as it is, {advice}"
     )
+
+
+def _trial(num_classes: int, special: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return logits [3, n, num_classes] and targets [3, n] of many different classes.
+
+    All targets of the first row count, half of the second's, and one of the third's: its first,
+    which a loss that shifts would drop.
+    """
+    generator = torch.Generator().manual_seed(0)
+    room = max(6, min(_MAX_TRIED, _MAX_LOGITS // num_classes))
+    classes = torch.randperm(num_classes, generator=generator).tolist()
+    first = [i for i in dict.fromkeys(special) if i < num_classes]
+    chosen = (first + [i for i in classes if i not in set(first)])[:room]
+    while len(chosen) < 6:  # few classes come up more than once
+        chosen += chosen
+    length = 2 * len(chosen) // 3
+    target = torch.full((3, length), IGNORED)
+    target[0] = torch.tensor(chosen[:length])
+    rest = torch.tensor(chosen[length:])
+    target[1, : len(rest)] = rest
+    target[2, 0] = chosen[-1]
+    return torch.randn((3, length, num_classes), generator=generator), target
 
 
 def _close(a: float, b: float) -> bool:
@@ -77,7 +129,8 @@ class BatchLoss:
         self.share = share
         self.values: list[torch.Tensor] = []
         self._counts: list[int] | None = None
-        self._finished: list[torch.Tensor] = []
+        self._losses: list[torch.Tensor] = []
+        self._finished: list[int] = []
 
     def begin(self, target: torch.Tensor, num_microbatches: int) -> None:
         """Begin a batch with its whole target."""
@@ -86,19 +139,22 @@ class BatchLoss:
         self.values = []
 
     def end(self, device: torch.device) -> torch.Tensor:
-        """End the batch; return its loss, detached."""
-        assert self._counts is not None
-        weights = [self._weight(index) for index in range(len(self.values))]
+        """End the batch; return its loss in float64, detached."""
+        total = torch.zeros((), device=device, dtype=torch.float64)
+        for index, value in enumerate(self.values):
+            total += value.double() * self._weight(index)
         self._counts = None
+        self._release(range(len(self._losses)))
+        self._losses = []
         self._finished = []
-        losses = [value * weight for value, weight in zip(self.values, weights, strict=True)]
-        return torch.stack(losses).sum() if losses else torch.zeros((), device=device)
+        return total
 
     def __call__(self, output: torch.Tensor, target: Any) -> torch.Tensor:
         """Return the loss of the next microbatch, its gradient weighted."""
         if self._counts is None:
             return scale_gradient(self.loss_fn(output, target), self.share)
-        self._release()
+        self._release(self._finished)
+        self._finished = []
         index = len(self.values)
         if self._counts[index]:
             loss = self.loss_fn(output, target)
@@ -108,20 +164,28 @@ class BatchLoss:
             # A mean over nothing is NaN and so are its gradients; nothing counts for nothing.
             loss = (output * 0.0).sum()
             self.values.append(loss.detach())
+        self._losses.append(loss)
         if loss.requires_grad:
-            loss.register_hook(lambda _: self._finished.append(loss))
+            # The hook knows a number and not the loss, which would keep itself alive.
+            finished = self._finished_later(index)
+            loss.register_hook(finished)
         return loss
+
+    def _finished_later(self, index: int) -> Callable[[torch.Tensor], None]:
+        def hook(gradient: torch.Tensor) -> None:
+            self._finished.append(index)
+
+        return hook
 
     def _weight(self, index: int) -> float:
         assert self._counts is not None
         return self._counts[index] / max(1, sum(self._counts)) if self.reduction == "mean" else 1.0
 
-    def _release(self) -> None:
+    def _release(self, indices: Iterable[int]) -> None:
         """Detach losses whose backward has run.
 
         torch's schedules keep every loss until the step ends, and with it, through its graph, the
         last stage's input of every microbatch (2.15).
         """
-        for loss in self._finished:
-            loss.detach_()
-        self._finished = []
+        for index in indices:
+            self._losses[index].detach_()

@@ -1,7 +1,8 @@
 """From a whole model to this rank's stages and the schedule that runs them."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -9,11 +10,13 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import PipelineStage
 
-from pp_autopipeline.checks import mesh_problems, plan_num_stages, schedule_problems
+from pp_autopipeline.checks import mesh_problems, order_problems, refuse, schedule_problems
+from pp_autopipeline.config import PipelineConfig
 from pp_patch_hf import patch_hf_model_for_pp
 from pp_schedule import (
     ScheduleSpec,
     build_pipeline_schedule,
+    calculate_virtual_stages,
     resolve_schedule,
     set_stage_shapes,
     stage_ids_this_rank,
@@ -24,12 +27,12 @@ from pp_split_hf import (
     check_pipeline_support,
     check_stage_fqns,
     find_layout,
+    move_stage,
     plan_stage_fqns,
     split_model_into_stages,
     spread_layers,
     stage_part,
 )
-from pp_split_hf.initialize import place_stage
 
 
 class ParallelizeFnProtocol(Protocol):
@@ -84,54 +87,84 @@ class BuiltPipeline:
 
 
 def plan_pipeline(
-    model: nn.Module,
-    mesh: DeviceMesh,
-    pp_axis_name: str,
-    *,
-    schedule_name: str | None,
-    schedule_csv: str | None,
-    microbatch_size: int,
-    batch_size: int,
-    layers_per_stage: int | None,
-    round_to_pp_multiple: str | None,
-    stage_fqns: Sequence[Sequence[str]] | None,
-    dtype: torch.dtype | None,
+    model: nn.Module, mesh: DeviceMesh, pp_axis_name: str, config: PipelineConfig
 ) -> PipelinePlan:
     """Decide which modules are on which stage and which stage on which rank.
 
     Raises:
         ValueError: Listing everything about mesh, schedule, sizes, model and plan that is wrong.
     """
-    problems = mesh_problems(mesh, {"pp_axis_name": pp_axis_name})
-    if problems:
-        raise ValueError("cannot build the pipeline:\n  " + "\n  ".join(problems))
+    failed = "cannot build the pipeline"
+    refuse(failed, mesh_problems(mesh, "world_mesh", {"pp_axis_name": pp_axis_name}))
     pp_size, pp_rank = mesh[pp_axis_name].size(), mesh[pp_axis_name].get_local_rank()
-    order: Order | None = load_csv(schedule_csv) if schedule_csv else None
-    spec: ScheduleSpec | None = resolve_schedule(schedule_name or "") if order is None else None
+    problems: list[str] = []
+    # 1. How the model is laid out.
+    layout = None
     try:
-        layout = find_layout(model, dtype)
+        layout = find_layout(model, config.dtype)
     except (ValueError, RuntimeError) as error:
-        problems = check_pipeline_support(model) or [str(error)]
-        raise ValueError("cannot build the pipeline:\n  " + "\n  ".join(problems)) from error
-    try:
-        num_stages = plan_num_stages(
-            spec, order, layout.num_layers, pp_size, layers_per_stage, round_to_pp_multiple,
-            stage_fqns,
-        )  # fmt: skip
-    except ValueError as error:
-        raise ValueError(f"cannot build the pipeline:\n  {error}") from error
-    problems = schedule_problems(
-        spec, order, pp_size, num_stages, batch_size, microbatch_size, stage_fqns
-    )
-    if stage_fqns is None:
+        problems += check_pipeline_support(model) or [str(error)]
+    # 2. What the schedule wants.
+    order, spec = None, None
+    if config.pp_schedule_csv is None:
+        spec = resolve_schedule(config.pp_schedule or "")
+    else:
+        try:
+            order = load_csv(config.pp_schedule_csv)
+        except (OSError, ValueError) as error:
+            problems.append(f"pp_schedule_csv={config.pp_schedule_csv!r} cannot be read: {error}")
+    if order is not None:
+        problems += order_problems(
+            order, str(config.pp_schedule_csv), pp_size, config.num_microbatches
+        )
+    if layout is None or (order is None and spec is None):
+        refuse(failed, problems)
+    assert layout is not None
+    # 3. Both together.
+    num_stages = _num_stages(config, spec, order, layout, pp_size, problems)
+    if num_stages is None:
+        refuse(failed, problems + check_pipeline_support(model, layout))
+    assert num_stages is not None
+    if spec is not None:
+        problems += schedule_problems(spec, pp_size, num_stages, config)
+    if config.module_fqns_per_model_part is None:
         names = plan_stage_fqns(layout, spread_layers(layout.num_layers, num_stages))
     else:
-        names = [list(stage) for stage in stage_fqns]
+        names = [list(stage) for stage in config.module_fqns_per_model_part]
         problems += check_stage_fqns(layout, names, model)
-    problems += check_pipeline_support(model, layout, names)
-    if problems:
-        raise ValueError("cannot build the pipeline:\n  " + "\n  ".join(problems))
+    refuse(failed, problems + check_pipeline_support(model, layout, names))
     return PipelinePlan(layout, names, _stage_ids(spec, order, pp_size, num_stages), pp_rank)
+
+
+def _num_stages(
+    config: PipelineConfig,
+    spec: ScheduleSpec | None,
+    order: Order | None,
+    layout: ModelLayout,
+    pp_size: int,
+    problems: list[str],
+) -> int | None:
+    """Return the number of stages; None, and the reason among the problems, if there is none."""
+    parts = config.module_fqns_per_model_part
+    if order is not None:
+        stages = {a.stage_index for row in order.values() for a in row if a is not None}
+        if parts is not None and len(parts) != len(stages):
+            problems.append(
+                f"module_fqns_per_model_part lists {len(parts)} stages and "
+                f"pp_schedule_csv={config.pp_schedule_csv!r} runs {len(stages)}"
+            )
+        return len(stages) or None
+    if parts is not None:
+        return len(parts)
+    assert spec is not None
+    rounding = config.round_virtual_stages_to_pp_multiple
+    try:
+        return calculate_virtual_stages(
+            layout.num_layers, config.layers_per_stage, pp_size, spec.single_stage, rounding
+        )[0]
+    except ValueError as error:
+        problems.append(str(error))
+        return None
 
 
 def build_pipeline(
@@ -139,32 +172,24 @@ def build_pipeline(
     plan: PipelinePlan,
     mesh: DeviceMesh,
     pp_axis_name: str,
+    config: PipelineConfig,
     *,
-    schedule_name: str | None,
-    schedule_csv: str | None,
-    microbatch_size: int,
-    batch_size: int,
     loss_fn: Callable[..., torch.Tensor] | None,
-    scale_grads: bool,
     device: torch.device,
-    dtype: torch.dtype | None,
     parallelize: Callable[[nn.Module], Any] | None,
-    patch_inner_model: bool,
-    patch_causal_lm_model: bool,
 ) -> BuiltPipeline:
     """Build this rank's stages of a planned pipeline. Nothing is sent."""
     # 1. The modules, sharing every tensor with the model.
     mine = sorted(plan.stage_ids[plan.pp_rank])
     parts = split_model_into_stages(model, plan.stage_fqns, mine, plan.layout)
-    # 2. Onto the device, if they have values; meta parameters get theirs later.
+    # 2. Onto the device; meta parameters get their values later.
     for part in parts:
-        if not any(p.device.type == "meta" for p in part.parameters()):
-            place_stage(part, device, dtype)
+        move_stage(part, device, config.dtype)
     # 3. Whatever else is to be done to a part, then its forward, so that the boundary is outermost.
     for part in parts:
         if parallelize is not None:
             parallelize(part)
-        patch_hf_model_for_pp(part, patch_inner_model, patch_causal_lm_model)
+        patch_hf_model_for_pp(part, config.patch_inner_model, config.patch_causal_lm_model)
     # 4. torch's stages and schedule around them.
     group = mesh.get_group(pp_axis_name)
     num_stages = len(plan.stage_fqns)
@@ -173,9 +198,31 @@ def build_pipeline(
         for part, index in zip(parts, mine, strict=True)
     ]
     schedule = build_pipeline_schedule(
-        schedule_csv, schedule_name, microbatch_size, batch_size, stages, loss_fn, scale_grads
+        config.pp_schedule_csv,
+        config.pp_schedule,
+        config.pp_microbatch_size,
+        config.pp_batch_size,
+        stages,
+        loss_fn,
+        config.scale_grads_in_schedule,
     )
     return BuiltPipeline(plan, parts, stages, schedule)
+
+
+def bind_parallelize_fn(
+    parallelize_fn: ParallelizeFnProtocol | None, **meshes_and_axes: Any
+) -> Callable[[nn.Module], Any] | None:
+    """Return a function of a part alone."""
+    return None if parallelize_fn is None else partial(parallelize_fn, **meshes_and_axes)
+
+
+def output_dim(layout: ModelLayout) -> int:
+    """Return the size of the last dim of what the model returns: classes, or hidden size."""
+    output = layout.trace.outputs.get(layout.heads[-1]) if layout.heads else None
+    if output is not None:
+        return output[0]
+    assert layout.trace.exit is not None
+    return layout.trace.exit.dims[-1][0]
 
 
 def set_shapes(pipeline: BuiltPipeline, microbatch_size: int, seq_len: int) -> None:

@@ -5,8 +5,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from pp_patch_hf.boundary import Boundary, place_gates, remove_gate
-from pp_split_hf import StagePart, find_layout, stage_part
+from pp_patch_hf.boundary import Boundary, Gate, place_gates, remove_gate
+from pp_split_hf import StagePart, accepts, find_layout, stage_part
 
 
 class PipelinePatch:
@@ -68,14 +68,16 @@ def patch_hf_model_for_pp(
         return PipelinePatch([], [])
     if not patch_inner_model and inner_is_outer:
         return PipelinePatch([], [])
-    if any("forward" in vars(target) for target in targets):
+    layers = model.get_submodule(part.layout.layers)
+    assert isinstance(layers, nn.ModuleList)
+    if any("forward" in vars(m) for m in (model, decoder)) or any(
+        isinstance(layer, Gate) for layer in layers
+    ):
         raise ValueError(f"{type(model).__name__} is patched already; remove that patch first")
 
     boundary = Boundary(part) if patch_inner_model else None
     gated: list[nn.Module] = []
     if boundary is not None:
-        layers = model.get_submodule(part.layout.layers)
-        assert isinstance(layers, nn.ModuleList)
         gated = place_gates(layers, part, boundary)
     for target in targets:
         forward = _StageForward(target.forward, part, boundary)
@@ -90,12 +92,22 @@ class _StageForward:
         self.own_forward = own_forward
         self.part = part
         self.boundary = boundary
-        self.extra: dict[str, Any] = {"use_cache": False}
+        # A cache would only cost memory, and most configs ask for one.
+        self.without_cache = accepts(own_forward, "use_cache")
 
     def __call__(
-        self, stage_input: torch.Tensor, *, input_ids: torch.Tensor | None = None, **kwargs: Any
+        self,
+        stage_input: torch.Tensor | None = None,
+        *,
+        input_ids: torch.Tensor | None = None,
+        **kwargs: Any,
     ) -> torch.Tensor:
-        kwargs = {**self.extra, **kwargs}
+        if stage_input is None:  # a decoder is given it by its model, and by keyword
+            stage_input, input_ids = input_ids, None
+        if stage_input is None:
+            raise TypeError("a stage needs its input: token ids, or the hidden states received")
+        if self.without_cache:
+            kwargs["use_cache"] = False
         if self.boundary is None:
             return _tensor_of(self.own_forward(stage_input, **kwargs))
         if self.part.is_first:

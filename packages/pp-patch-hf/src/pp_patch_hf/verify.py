@@ -3,13 +3,16 @@
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import nn
+from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from pp_patch_hf.patch import patch_hf_model_for_pp
 from pp_split_hf import (
     ModelLayout,
+    accepts,
     find_layout,
     plan_stage_fqns,
     split_model_into_stages,
@@ -61,7 +64,7 @@ class VerifyReport:
 
 
 def verify_pipeline(
-    model: nn.Module,
+    model: nn.Module | PretrainedConfig,
     splits: Sequence[Sequence[int]] | None = None,
     inputs: dict[str, torch.Tensor] | None = None,
     rtol: float = 1e-5,
@@ -69,8 +72,9 @@ def verify_pipeline(
     """Compare a model with its chained stages: logits and every gradient, in one process.
 
     Args:
-        model: A whole model with real weights, small enough to run here. Dropout should be off
-            (`eval()`, or zero in the config): it draws other numbers in stages.
+        model: A whole model with real weights, small enough to run here, or a config to make one
+            from. Dropout should be off (`eval()`, or zero in the config): it draws other numbers
+            in stages.
         splits: Layers per stage, one entry per split to try; by default every cut into two.
         inputs: `input_ids` and whatever else its forward takes; by default random ids [2, 8].
         rtol: The largest error relative to the largest value that counts as exact.
@@ -81,6 +85,8 @@ def verify_pipeline(
     Raises:
         ValueError: If the model cannot be cut at all; the message lists why.
     """
+    if isinstance(model, PretrainedConfig):
+        model = cast(nn.Module, AutoModelForCausalLM.from_config(model).eval())
     validate_hf_model_for_pipeline_support(model)
     layout = find_layout(model)
     if splits is None:
@@ -116,7 +122,9 @@ def _run(parts: list[nn.Module], inputs: dict[str, torch.Tensor]) -> Result:
         for part in parts:
             hidden = part(hidden, **inputs)
     else:
-        hidden = parts[0](**inputs, use_cache=False)[0]
+        kwargs = {"use_cache": False} if accepts(parts[0].forward, "use_cache") else {}
+        output = parts[0](**inputs, **kwargs)
+        hidden = output if isinstance(output, torch.Tensor) else output[0]
     generator = torch.Generator().manual_seed(1)
     weights = torch.randn(hidden.shape, generator=generator, dtype=torch.float32)
     (hidden * weights.to(hidden)).sum().backward()

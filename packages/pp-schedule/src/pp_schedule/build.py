@@ -170,7 +170,6 @@ def _from_csv(
     problems = []
     if len(order) != first.group_size:
         problems.append(f"it has {len(order)} rows, but there are {first.group_size} ranks")
-    problems += validate_order(order, first.num_stages, num_microbatches)
     mine = {action.stage_index for action in order.get(first.group_rank, ()) if action is not None}
     given = {stage.stage_index for stage in stages}
     if mine != given:
@@ -178,6 +177,10 @@ def _from_csv(
             f"row {first.group_rank} runs stages {sorted(mine)}, but the stages given on this "
             f"rank are {sorted(given)}"
         )
+    problems += validate_order(order, first.num_stages, num_microbatches)
     if problems:
-        raise ValueError(f"the schedule in {path} cannot run: " + "; ".join(problems))
+        more = [f"and {len(problems) - 10} more"] if len(problems) > 10 else []
+        raise ValueError(
+            f"the schedule in {path} cannot run: " + "; ".join([*problems[:10], *more])
+        )
     return torch_private.runtime_schedule(stages, num_microbatches, loss_fn, order)

@@ -13,8 +13,8 @@ _HUES = {"F": "Blues", "B": "Greens", "I": "Oranges", "W": "Purples"}
 def draw_text(order: Order, costs: Costs | None = None, width: int = 100) -> str:
     """Return the order as text, a line per rank, time to the right.
 
-    Each action is its microbatch number on a coloured-by-letter cell: `F3` is a forward, `B3` a
-    backward, and so on; with several stages per rank the stage comes first, `1F3`. A dot is idle
+    Each action is its kind and its microbatch: `F3` is a forward, `B3` a backward, and so on; with
+    several stages per rank the stage comes first, `1F3`. Dashes go on with it, a dot is idle
     time. What does not fit the width is cut, with the number of time units left out.
 
     Args:

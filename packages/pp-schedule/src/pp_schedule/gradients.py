@@ -29,8 +29,8 @@ def scale_grads_by_divisor(stages: Iterable["PipelineStage"], divisor: float) ->
     gradients = [
         p.grad for p in _parameters(stage.submod for stage in stages) if p.grad is not None
     ]
-    if gradients and divisor != 1:
-        torch._foreach_div_(gradients, divisor)
+    for gradient in gradients if divisor != 1 else []:
+        gradient.div_(divisor)
 
 
 @torch.no_grad()
@@ -54,7 +54,8 @@ def clip_grad_norm(
         model_parts: This rank's parts. A parameter that two of them share counts once.
         norm_type: The p of the p-norm; `inf` for the largest absolute value.
         pp_enabled: False leaves the all-reduce out, for a model that is whole on this rank.
-        device_mesh: The mesh that has the pipeline axis; None means the default process group.
+        device_mesh: The mesh that has the pipeline axis. None means that the default process group
+            is the pipeline: with data parallelism beside it, the mesh must be given.
         pp_axis_name: Name of the pipeline axis of the mesh.
         foreach: Use torch's fused norm kernels; None lets torch choose.
         error_if_nonfinite: Raise if the norm is NaN or infinite; on every rank, since all have
@@ -80,7 +81,7 @@ def clip_grad_norm(
 
     parameters = [p for p in _parameters(model_parts) if p.grad is not None]
     gradients = [p.grad for p in parameters if p.grad is not None]
-    device = _device(gradients, model_parts)
+    device = _device(model_parts, device_mesh)
     norm = _local_norm(gradients, norm_type, foreach, device)
     if pp_enabled and dist.is_initialized():
         norm = _norm_over_ranks(norm, norm_type, group)
@@ -99,13 +100,15 @@ def _parameters(parts: Iterable[nn.Module]) -> list[nn.Parameter]:
     return list({id(p): p for part in parts for p in part.parameters()}.values())
 
 
-def _device(gradients: Sequence[torch.Tensor], parts: Sequence[nn.Module]) -> torch.device:
-    for tensor in gradients:
-        return tensor.device
+def _device(parts: Sequence[nn.Module], mesh: "DeviceMesh | None") -> torch.device:
     for part in parts:
         for parameter in part.parameters():
             return parameter.device
-    return torch.device("cpu")
+    # A stage may own nothing; its group still sends over the others' kind of device.
+    if mesh is not None:
+        return torch.device(mesh.device_type)
+    nccl = dist.is_initialized() and "nccl" in dist.get_backend()
+    return torch.device("cuda" if nccl else "cpu")
 
 
 def _local_norm(

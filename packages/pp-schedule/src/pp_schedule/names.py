@@ -77,8 +77,8 @@ class ScheduleSpec:
                 "any": "at least one microbatch",
             }[self.microbatch_rule]
             problems.append(
-                f"schedule {self.name!r} needs {rule}, not {num_microbatches}; the nearest number "
-                f"{'is' if len(near) == 1 else 'are'} {' and '.join(map(str, sorted(near)))}"
+                f"schedule {self.name!r} needs {rule}, not {num_microbatches}; nearest: "
+                f"{' or '.join(map(str, sorted(near)))}"
             )
         return problems
 

@@ -91,7 +91,8 @@ def load_csv(path: str | Path) -> Order:
     order: dict[int, list[Action | None]] = {}
     problems = []
     with open(path, newline="") as file:
-        for rank, row in enumerate(csv.reader(file)):
+        rows = [row for row in csv.reader(file) if row]  # an empty line is no rank
+        for rank, row in enumerate(rows):
             order[rank] = []
             for column, cell in enumerate(row):
                 try:
@@ -116,8 +117,9 @@ def dump_csv(order: Order, path: str | Path) -> None:
 def validate_order(order: Order, num_stages: int, num_microbatches: int) -> list[str]:
     """Return everything that keeps an order from running, as sentences; an empty list is a pass.
 
-    Found: ranks that are missing, actions that are missing, doubled, unknown, on a second rank or
-    out of order on their rank, and orders in which ranks wait for each other for ever.
+    Found: ranks that are missing, actions that are missing, doubled, unknown or on a second rank,
+    orders in which ranks wait for each other for ever, and forwards of the last stage that are not
+    in the order of the microbatches: torch's schedules number the losses as they are made.
     """
     problems: list[str] = []
     if sorted(order) != list(range(len(order))):
@@ -142,6 +144,13 @@ def validate_order(order: Order, num_stages: int, num_microbatches: int) -> list
             else:
                 where[action] = (rank, step)
     problems += _missing(where, num_stages, num_microbatches)
+    losses = sorted((w, a.microbatch) for a, w in where.items() if a[:2] == (num_stages - 1, "F"))
+    if [m for _, m in losses] != sorted(m for _, m in losses):
+        problems.append(
+            f"stage {num_stages - 1} runs its forwards in the order {[m for _, m in losses]}; "
+            "torch numbers losses as they are made, so the last stage must take the microbatches "
+            "in order"
+        )
     if not problems:
         stuck = _stuck_ranks(order, num_stages)
         problems += [

@@ -8,7 +8,12 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.initialization import guard_torch_init_functions
 
-from pp_split_hf.torch_private import replace_tensors, set_parameter
+from pp_split_hf.torch_private import (
+    replace_buffers,
+    replace_parameters,
+    replace_tensors,
+    set_parameter,
+)
 
 
 @torch.no_grad()
@@ -30,23 +35,63 @@ def initialize_stage_weights(
         device: Where the weights are to be.
         dtype: Of floating point parameters; None keeps theirs. Buffers always keep theirs.
         seed: Same seed, same weights.
+
+    Raises:
+        ValueError: If only some parameters of a module are on the meta device.
     """
     empty = {
         name
         for name, tensor in (*part.named_parameters(), *part.named_buffers())
         if tensor.device.type == "meta"
     }
+    wanted = [
+        (fqn, module, model)
+        for fqn, module, model in _modules_children_first(part)
+        if empty.intersection(_tensor_names(fqn, module))
+        and empty.issuperset(name for name, _ in module.named_parameters(prefix=fqn))
+    ]
+    reached = {name for fqn, module, _ in wanted for name in _tensor_names(fqn, module)}
+    if left := sorted(empty - reached):
+        raise ValueError(
+            f"{', '.join(left[:10])}{' and more' if len(left) > 10 else ''} have no values, but "
+            "other parameters of the same module have: give all of a module's parameters values, "
+            "or none"
+        )
     place_stage(part, device, dtype)
     devices = [torch.device(device)] if torch.device(device).type == "cuda" else []
     with torch.random.fork_rng(devices=devices), guard_torch_init_functions():
-        for fqn, module, model in _modules_children_first(part):
-            names = [name for name, _ in module.named_parameters(prefix=fqn)]
-            names += [name for name, _ in module.named_buffers(prefix=fqn)]
-            if any(name in empty for name in names) and all(
-                name in empty for name, _ in module.named_parameters(prefix=fqn)
-            ):
-                torch.manual_seed(zlib.crc32(f"{seed}:{fqn}".encode()))
-                model._init_weights(module)
+        for fqn, module, model in wanted:
+            torch.manual_seed(zlib.crc32(f"{seed}:{fqn}".encode()))
+            model._init_weights(module)
+
+
+def move_stage(
+    part: nn.Module, device: torch.device | str | int, dtype: torch.dtype | None = None
+) -> None:
+    """Put a stage's tensors on a device, without changing the model it shares them with.
+
+    A tensor that is there already stays the one it is; another is replaced by a new one in the
+    stage alone. Meta tensors stay; `initialize_stage_weights` gives them memory.
+
+    Args:
+        part: A stage's module.
+        device: Where its tensors are to be.
+        dtype: Of floating point parameters; None keeps theirs. Buffers always keep theirs.
+    """
+    moved: dict[int, nn.Parameter] = {}
+
+    def move(parameter: nn.Parameter) -> nn.Parameter:
+        cast = dtype if parameter.is_floating_point() else None
+        there = device if parameter.device.type != "meta" else "meta"
+        data = parameter.detach().to(device=there, dtype=cast or parameter.dtype)
+        if data.device == parameter.device and data.dtype == parameter.dtype:
+            return parameter
+        if id(parameter) not in moved:  # one that two modules share stays one
+            moved[id(parameter)] = nn.Parameter(data, requires_grad=parameter.requires_grad)
+        return moved[id(parameter)]
+
+    replace_parameters(part, move)
+    replace_buffers(part, lambda b: b if b.device.type == "meta" else b.to(device))
 
 
 def place_stage(
@@ -74,6 +119,12 @@ def _shared_names(part: nn.Module) -> list[list[str]]:
     for name, parameter in part.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
     return [group for group in names.values() if len(group) > 1]
+
+
+def _tensor_names(fqn: str, module: nn.Module) -> set[str]:
+    """Names of all parameters and buffers in a module."""
+    named = (*module.named_parameters(prefix=fqn), *module.named_buffers(prefix=fqn))
+    return {name for name, _ in named}
 
 
 def _modules_children_first(

@@ -5,12 +5,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import nn
 
 from pp_split_hf.layout import ModelLayout, find_layout
 from pp_split_hf.plan import check_stage_fqns
 from pp_split_hf.stand_ins import IdentityStandIn, PassThroughLayer, ZeroStandIn
+from pp_split_hf.torch_private import tensors_of
 
 _STAGE_PART = "_pp_stage_part"
 
@@ -103,11 +103,7 @@ def _build(
 
 def _shared_tensors(model: nn.Module) -> dict[int, Any]:
     """A deepcopy memo under which every tensor of the model is its own copy."""
-    memo: dict[int, Any] = {}
-    for module in model.modules():
-        for holder in (module._parameters, module._buffers, vars(module)):
-            memo.update({id(t): t for t in holder.values() if isinstance(t, torch.Tensor)})
-    return memo
+    return {id(tensor): tensor for module in model.modules() for tensor in tensors_of(module)}
 
 
 def _stand_in(model: nn.Module, layout: ModelLayout, fqn: str) -> nn.Module:

@@ -1,6 +1,6 @@
 """Every torch-private name that this package uses, read against torch 2.13.0 and 2.15.0."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 
 import torch
@@ -16,6 +16,28 @@ def fake_tensors() -> AbstractContextManager[object]:
 def replace_tensors(module: nn.Module, replace: Callable[[torch.Tensor], torch.Tensor]) -> None:
     """Replace every parameter and buffer, sharded ones too, as `to` and `to_empty` do."""
     module._apply(replace)
+
+
+def replace_parameters(module: nn.Module, replace: Callable[[nn.Parameter], nn.Parameter]) -> None:
+    """Replace parameters by others, and leave those alone that someone else may hold."""
+    for owner in module.modules():
+        for name, parameter in owner._parameters.items():
+            if parameter is not None:
+                owner._parameters[name] = replace(parameter)
+
+
+def replace_buffers(module: nn.Module, replace: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Replace buffers by others."""
+    for owner in module.modules():
+        for name, buffer in owner._buffers.items():
+            if buffer is not None:
+                owner._buffers[name] = replace(buffer)
+
+
+def tensors_of(module: nn.Module) -> Iterator[torch.Tensor]:
+    """Yield the tensors that a module itself holds: parameters, buffers and plain attributes."""
+    for holder in (module._parameters, module._buffers, vars(module)):
+        yield from (value for value in holder.values() if isinstance(value, torch.Tensor))
 
 
 def set_parameter(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:

@@ -1,7 +1,7 @@
 """One forward on fake tensors: what a model runs, in which order, and what enters its layers."""
 
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -98,7 +98,7 @@ def trace_forward(
                 cast = dtype if parameter.is_floating_point() else None
                 tensors[name] = torch.empty(parameter.shape, dtype=cast or parameter.dtype)
             ids = torch.zeros((_BATCH, _SEQ), dtype=torch.long)
-            kwargs = {"use_cache": False} if accepts(model, "use_cache") else {}
+            kwargs = {"use_cache": False} if accepts(model.forward, "use_cache") else {}
             functional_call(model, tensors, (), {"input_ids": ids, **kwargs})
     except Exception as error:
         raise RuntimeError(
@@ -111,9 +111,9 @@ def trace_forward(
     return recorder.result()
 
 
-def accepts(module: nn.Module, keyword: str) -> bool:
-    """Return whether a module's forward takes a keyword argument of that name."""
-    parameters = inspect.signature(module.forward).parameters
+def accepts(forward: Callable[..., Any], keyword: str) -> bool:
+    """Return whether a forward takes a keyword argument of that name."""
+    parameters = inspect.signature(forward).parameters
     return keyword in parameters or any(
         p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()
     )
