@@ -95,6 +95,12 @@ def oldest(session: nox.Session) -> None:
 
 
 @nox.session(venv_backend="none", default=False)
+def bench(session: nox.Session) -> None:
+    """Figures of this machine; nothing is asserted."""
+    session.run("torchrun", "--nproc-per-node=2", "benchmarks/build.py", *session.posargs)
+
+
+@nox.session(venv_backend="none", default=False)
 def lock(session: nox.Session) -> None:
     """Renew uv.lock and strip it of addresses: only that form is committed."""
     session.run("uv", "lock", *session.posargs, external=True)

@@ -5,6 +5,7 @@ Nothing here imports torch, so that a typing error is told within a second.
 
 import json
 import os
+import tempfile
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -24,7 +25,7 @@ class OptionsError(ValueError):
 
 @dataclass(frozen=True)
 class TrainOptions:
-    """The options of one training run; a None is settled by `check` or by `devices.settle`."""
+    """The options of one training run; `devices.settle_device` fills in device and ranks."""
 
     model: str | None = None
     """A folder or hub id of a Hugging Face causal LM; None for a new small model."""
@@ -114,7 +115,8 @@ class TrainOptions:
             problems.append(f"--seed {self.seed} must be at least 0")
         if self.learning_rate is not None and not 0 < self.learning_rate < float("inf"):
             problems.append(f"--learning-rate {self.learning_rate} must be above 0")
-        if not problems and (rest := self.batch_size % self.microbatch_size):
+        sizes = self.batch_size >= 1 and self.microbatch_size >= 1
+        if sizes and (rest := self.batch_size % self.microbatch_size):
             lower, size = self.batch_size - rest, self.microbatch_size
             near = f"{lower} or {lower + size}" if lower else str(size)
             problems.append(
@@ -133,9 +135,17 @@ class TrainOptions:
                 f"--output {self.output} holds a 'checkpoint' that is no Hugging Face checkpoint "
                 "and would be replaced: name another folder"
             ]
-        parent = next(folder for folder in (output, *output.absolute().parents) if folder.exists())
-        if not os.access(parent, os.W_OK):
-            return [f"--output {self.output} cannot be written: {parent} is read-only for you"]
+        # The one sure way to find out, on every file system and for root too.
+        missing = [folder for folder in (output, *output.parents) if not folder.exists()]
+        try:
+            output.mkdir(parents=True, exist_ok=True)
+            tempfile.TemporaryFile(dir=output).close()
+        except OSError as error:
+            return [f"--output {self.output} cannot be written: {error.strerror or error}"]
+        finally:
+            for folder in missing:  # nothing is left behind by a check
+                with suppress(OSError):
+                    folder.rmdir()
         return []
 
     def _length_problems(self, source: ModelSource) -> list[str]:
