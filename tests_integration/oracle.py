@@ -1,6 +1,6 @@
 """The unsplit model and the pipelined one, trained alike."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,6 +29,7 @@ class Case:
     microbatch_size: int = 2
     dtype: torch.dtype = torch.float64
     options: dict[str, Any] = field(default_factory=dict)
+    overrides: dict[str, Any] = field(default_factory=dict)
 
     def __str__(self) -> str:
         counts = "".join(map(str, self.layer_counts))
@@ -57,7 +58,7 @@ def token_sum(logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 
 def run_whole(case: Case) -> Run:
     """Two AdamW steps of the unsplit model, with clipping."""
-    model = tiny_model(case.family, sum(case.layer_counts), case.dtype)
+    model = tiny_model(case.family, sum(case.layer_counts), case.dtype, **case.overrides)
     optimizer = make_optimizer([model], case.dtype)
     run = Run([], [], {}, {})
     for step in range(2):
@@ -72,7 +73,7 @@ def run_whole(case: Case) -> Run:
         optimizer.zero_grad()
         run.losses.append(loss.item())
         run.norms.append(norm.item())
-    run.weights = {name: p.detach() for name, p in model.named_parameters()}
+    run.weights = {name: p.detach() for name, p in named(model)}
     return run
 
 
@@ -92,8 +93,13 @@ def run_rank(case: Case) -> Run:
         optimizer.zero_grad()
         run.losses.append(loss.item())
         run.norms.append(norm.item())
-    run.weights = {n: p.detach() for part in ap.parts for n, p in part.named_parameters()}
+    run.weights = {n: p.detach() for part in ap.parts for n, p in named(part)}
     return run
+
+
+def named(part: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    """Parameters under all of their names: of a tied one, each stage has its own."""
+    return part.named_parameters(remove_duplicate=False)
 
 
 def make_optimizer(parts: Sequence[torch.nn.Module], dtype: torch.dtype) -> torch.optim.Optimizer:
@@ -103,14 +109,14 @@ def make_optimizer(parts: Sequence[torch.nn.Module], dtype: torch.dtype) -> torc
     would move a weight by the whole learning rate, one way or the other. A larger eps keeps
     rounding as small as it is.
     """
-    parameters = [p for part in parts for p in part.parameters()]
+    parameters = list({id(p): p for part in parts for p in part.parameters()}.values())
     eps = 1e-8 if dtype == torch.float64 else 1e-3
     return torch.optim.AdamW(parameters or [torch.zeros(1)], lr=LEARNING_RATE, eps=eps)
 
 
 def build(case: Case, loss_fn: Any = token_mean) -> AutoPipeline:
     """The pipeline of a case on this rank."""
-    model = tiny_model(case.family, sum(case.layer_counts), case.dtype)
+    model = tiny_model(case.family, sum(case.layer_counts), case.dtype, **case.overrides)
     mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),), mesh_dim_names=("pp",))
     plan = plan_stage_fqns(find_layout(model), case.layer_counts)
     return AutoPipeline(
@@ -152,12 +158,7 @@ def _error(wanted: torch.Tensor, got: torch.Tensor) -> float:
 
 
 def _gradients(parts: Sequence[torch.nn.Module]) -> dict[str, torch.Tensor]:
-    return {
-        name: p.grad.clone()
-        for part in parts
-        for name, p in part.named_parameters()
-        if p.grad is not None
-    }
+    return {name: p.grad.clone() for part in parts for name, p in named(part) if p.grad is not None}
 
 
 def _union(parts: Sequence[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:

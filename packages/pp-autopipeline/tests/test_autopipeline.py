@@ -370,11 +370,6 @@ def test_what_is_wrong_with_settings_is_said_at_once(mesh: DeviceMesh) -> None:
         ({}, {"pp_schedule": None}, ["both None"]),
         ({}, {"layers_per_stage": 2}, ["2 stages per rank", "interleaved"]),
         (
-            {"tie_word_embeddings": True},
-            {"pp_schedule": "dfs"},
-            ["model.embed_tokens.weight and lm_head.weight", "tie_word_embeddings=False"],
-        ),
-        (
             {},
             {"module_fqns_per_model_part": [["model.embed_tokens", "model.layer.0"], ["lm_head"]]},
             ["exactly 1 stage per rank", "lists 2 stages", "did you mean 'model.layers.0'",

@@ -30,6 +30,9 @@ def random_order(
     done: set[Action] = set()
     while todo:
         ready = [a for a in todo if all(b in done for b in required_before(a, num_stages, split))]
+        # The last stage takes the microbatches in order; torch numbers its losses so.
+        losses = [a for a in todo if a[:2] == (num_stages - 1, "F")]
+        ready = [a for a in ready if a not in losses[1:]]
         action = rng.choice(ready)
         todo.remove(action)
         done.add(action)

@@ -250,7 +250,7 @@ class AutoPipeline(PipelineReports):
 
         Values are those of the model's own initialisation from its config. They depend on `seed`
         and parameter names alone: any number of ranks and any split start alike. Make optimizers
-        afterwards. Every rank calls it; nothing is sent.
+        afterwards. Every rank calls it; only tied weights are sent.
         """
         parts = self._require().parts
         source = getattr(parts[0], "name_or_path", "")
@@ -263,7 +263,17 @@ class AutoPipeline(PipelineReports):
         for part in parts:
             assert isinstance(self.device, torch.device)
             initialize_stage_weights(part, self.device, self.dtype, seed)
+        self._require().tied.reshare()
+        self._require().tied.broadcast()
         return self
+
+    def sync_tied_gradients(self) -> None:
+        """Sum the gradients of weights that are tied over ranks, for loops of the bare schedule.
+
+        Every rank calls it once before each optimizer step; without it that step is an error.
+        `step` does it by itself.
+        """
+        self._require().tied.sync()
 
     def step(
         self,

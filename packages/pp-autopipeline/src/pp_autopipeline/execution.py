@@ -92,9 +92,10 @@ class Execution:
         self._check(problems)
         num_microbatches = self.batch_size // self.microbatch_size
         schedule = self.pipeline.schedule
-        return self._run(
-            schedule, num_microbatches, input_ids, target, losses, return_outputs, kwargs
-        )
+        with self.pipeline.tied.summed():
+            return self._run(
+                schedule, num_microbatches, input_ids, target, losses, return_outputs, kwargs
+            )
 
     def evaluate(
         self,

@@ -24,10 +24,13 @@ from pp_schedule import (
 from pp_schedule.orders import Order, load_csv
 from pp_split_hf import (
     ModelLayout,
+    Tie,
+    TiedParameters,
     check_pipeline_support,
     check_stage_fqns,
     find_layout,
-    move_stage,
+    find_ties,
+    move_stages,
     plan_stage_fqns,
     split_model_into_stages,
     spread_layers,
@@ -65,6 +68,8 @@ class PipelinePlan:
     """Stages of every pipeline rank."""
     pp_rank: int
     """This rank along the pipeline axis."""
+    ties: tuple[Tie, ...]
+    """Parameters that more than one stage holds."""
 
     @property
     def rank_of_stage(self) -> list[int]:
@@ -84,6 +89,8 @@ class BuiltPipeline:
     """torch's stages around them."""
     schedule: Any
     """torch's schedule."""
+    tied: TiedParameters
+    """What this rank holds of parameters that other stages hold too."""
 
 
 def plan_pipeline(
@@ -132,8 +139,10 @@ def plan_pipeline(
     else:
         names = [list(stage) for stage in config.module_fqns_per_model_part]
         problems += check_stage_fqns(layout, names, model)
-    refuse(failed, problems + check_pipeline_support(model, layout, names))
-    return PipelinePlan(layout, names, _stage_ids(spec, order, pp_size, num_stages), pp_rank)
+    refuse(failed, problems + check_pipeline_support(model, layout))
+    stage_ids = _stage_ids(spec, order, pp_size, num_stages)
+    ties = find_ties(model, layout, names)
+    return PipelinePlan(layout, names, stage_ids, pp_rank, ties)
 
 
 def _num_stages(
@@ -183,8 +192,7 @@ def build_pipeline(
     mine = sorted(plan.stage_ids[plan.pp_rank])
     parts = split_model_into_stages(model, plan.stage_fqns, mine, plan.layout)
     # 2. Onto the device; meta parameters get their values later.
-    for part in parts:
-        move_stage(part, device, config.dtype)
+    move_stages(parts, device, config.dtype)
     # 3. Whatever else is to be done to a part, then its forward, so that the boundary is outermost.
     for part in parts:
         if parallelize is not None:
@@ -206,7 +214,9 @@ def build_pipeline(
         loss_fn,
         config.scale_grads_in_schedule,
     )
-    return BuiltPipeline(plan, parts, stages, schedule)
+    by_stage = dict(zip(mine, parts, strict=True))
+    tied = TiedParameters(plan.ties, by_stage, plan.rank_of_stage, group)
+    return BuiltPipeline(plan, parts, stages, schedule, tied)
 
 
 def bind_parallelize_fn(

@@ -131,7 +131,7 @@ def _run(parts: list[nn.Module], inputs: dict[str, torch.Tensor]) -> Result:
     gradients = {
         name: parameter.grad
         for part in parts
-        for name, parameter in part.named_parameters()
+        for name, parameter in part.named_parameters(remove_duplicate=False)
         if parameter.grad is not None
     }
     return hidden.detach(), gradients

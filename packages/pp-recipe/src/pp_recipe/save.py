@@ -35,6 +35,11 @@ def save_checkpoint(
         return
     with init_empty_weights():
         model = AutoModelForCausalLM.from_config(config)
+    # A tied weight is one tensor in a checkpoint.
+    once = {name for name, _ in model.named_parameters()}
+    for name, _ in model.named_parameters(remove_duplicate=False):
+        if name not in once:
+            state_dict.pop(name, None)
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as aside:
         new, old = Path(aside, "new"), Path(aside, "old")

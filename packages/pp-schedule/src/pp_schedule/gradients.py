@@ -47,7 +47,8 @@ def clip_grad_norm(
     """Clip the gradients of all stages by their one global norm.
 
     Every rank of the pipeline calls it after its step; one all-reduce of one number over the
-    pipeline axis.
+    pipeline axis. A parameter with the attribute `pp_replica` set is a copy of one that another
+    rank counts: it is clipped and does not count.
 
     Args:
         max_norm: The largest norm to allow; None only measures.
@@ -80,9 +81,9 @@ def clip_grad_norm(
         group = device_mesh.get_group(pp_axis_name)
 
     parameters = [p for p in _parameters(model_parts) if p.grad is not None]
-    gradients = [p.grad for p in parameters if p.grad is not None]
     device = _device(model_parts, device_mesh)
-    norm = _local_norm(gradients, norm_type, foreach, device)
+    counted = [p.grad for p in parameters if p.grad is not None and not hasattr(p, "pp_replica")]
+    norm = _local_norm(counted, norm_type, foreach, device)
     if pp_enabled and dist.is_initialized():
         norm = _norm_over_ranks(norm, norm_type, group)
     if error_if_nonfinite and not bool(torch.isfinite(norm)):
@@ -90,7 +91,7 @@ def clip_grad_norm(
             f"the gradient norm over all stages is {norm.item()}; some loss or gradient is not "
             "finite, so this step must not be taken"
         )
-    if max_norm is not None and gradients:
+    if max_norm is not None and parameters:
         nn.utils.clip_grads_with_norm_(parameters, max_norm, norm, foreach)
     return norm
 

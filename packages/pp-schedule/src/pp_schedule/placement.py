@@ -28,16 +28,16 @@ def stage_ids_this_rank(
         problems.append(f"pp_size={pp_size} must be at least 1")
     elif not 0 <= pp_rank < pp_size:
         problems.append(f"pp_rank={pp_rank} is not in 0..{pp_size - 1} (pp_size={pp_size})")
-    if pp_size >= 1 and (num_stages < 1 or num_stages % pp_size):
-        problems.append(
-            f"num_stages={num_stages} is not a positive multiple of pp_size={pp_size}; "
-            f"use {max(pp_size, num_stages - num_stages % pp_size)} "
-            f"or {max(pp_size, num_stages - num_stages % pp_size) + pp_size}"
-        )
-    elif style == "v" and pp_size >= 1 and num_stages != 2 * pp_size:
+    if style == "v" and pp_size >= 1 and num_stages != 2 * pp_size:
         problems.append(
             f"style='v' places exactly 2 stages per rank: pp_size={pp_size} needs "
             f"num_stages={2 * pp_size}, not {num_stages}"
+        )
+    elif pp_size >= 1 and (num_stages < 1 or num_stages % pp_size):
+        lower = max(pp_size, num_stages - num_stages % pp_size)
+        problems.append(
+            f"num_stages={num_stages} is not a positive multiple of pp_size={pp_size}; "
+            f"use {lower} or {lower + pp_size}"
         )
     if problems:
         raise ValueError("cannot place stages: " + "; ".join(problems))
@@ -71,33 +71,58 @@ def calculate_virtual_stages(
         stages_per_rank = 1 if is_single_stage_schedule else 2
         return pp_size * stages_per_rank, stages_per_rank
 
-    num_stages = -(-num_layers // layers_per_stage)
-    remainder = num_stages % pp_size
-    if remainder and round_to_pp_multiple == "up":
-        num_stages += pp_size - remainder
-    elif remainder and round_to_pp_multiple == "down":
-        num_stages -= remainder
+    num_stages = _num_stages(num_layers, layers_per_stage, pp_size, round_to_pp_multiple)
+    if _fits(num_stages, pp_size, is_single_stage_schedule):
+        return num_stages, num_stages // pp_size
+    fitting = [
+        n
+        for n in range(1, num_layers + 1)
+        if _fits(
+            _num_stages(num_layers, n, pp_size, round_to_pp_multiple),
+            pp_size,
+            is_single_stage_schedule,
+        )
+    ]
+    advice = []
+    if fitting:
+        nearest = min(fitting, key=lambda n: abs(n - layers_per_stage))
+        advice.append(f"set layers_per_stage={nearest}")
     asked = f"num_layers={num_layers} with layers_per_stage={layers_per_stage}"
+    if round_to_pp_multiple is not None:
+        asked += f", rounded {round_to_pp_multiple},"
     if num_stages == 0 or num_stages % pp_size:
-        raise ValueError(
-            f"{asked} makes {num_stages} stages, which do not divide over pp_size={pp_size} "
-            "ranks; set round_virtual_stages_to_pp_multiple to 'up' or 'down', or choose another "
-            "layers_per_stage"
+        problem = f"{num_stages} stages, which do not divide over pp_size={pp_size} ranks"
+        if round_to_pp_multiple is None:
+            advice.append("set round_virtual_stages_to_pp_multiple to 'up' or 'down'")
+        else:
+            advice.append("use fewer ranks")
+    elif is_single_stage_schedule:
+        problem = (
+            f"{num_stages // pp_size} stages per rank, but a single-stage schedule runs exactly 1"
         )
-    stages_per_rank = num_stages // pp_size
-    if is_single_stage_schedule and stages_per_rank != 1:
-        raise ValueError(
-            f"{asked} makes {stages_per_rank} stages per rank, but a single-stage schedule runs "
-            f"exactly 1: set layers_per_stage={-(-num_layers // pp_size)} or choose an interleaved "
-            "schedule"
-        )
-    if not is_single_stage_schedule and stages_per_rank < 2:
-        raise ValueError(
-            f"{asked} makes 1 stage per rank, but a multi-stage schedule needs at least 2: set "
-            f"layers_per_stage to at most {max(1, -(-num_layers // (2 * pp_size)))} or choose a "
-            "single-stage schedule"
-        )
-    return num_stages, stages_per_rank
+        advice.append("choose an interleaved schedule")
+    else:
+        problem = "1 stage per rank, but a multi-stage schedule needs at least 2"
+        advice.append("choose a single-stage schedule")
+    raise ValueError(f"{asked} makes {problem}: {' or '.join(advice)}")
+
+
+def _num_stages(
+    num_layers: int, layers_per_stage: int, pp_size: int, round_to_pp_multiple: str | None
+) -> int:
+    num_stages = -(-num_layers // layers_per_stage)
+    if round_to_pp_multiple == "up":
+        return num_stages + -num_stages % pp_size
+    if round_to_pp_multiple == "down":
+        return num_stages - num_stages % pp_size
+    return num_stages
+
+
+def _fits(num_stages: int, pp_size: int, is_single_stage_schedule: bool) -> bool:
+    stages_per_rank, remainder = divmod(num_stages, pp_size)
+    return not remainder and (
+        stages_per_rank == 1 if is_single_stage_schedule else stages_per_rank >= 2
+    )
 
 
 def _size_problems(

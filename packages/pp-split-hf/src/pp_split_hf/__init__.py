@@ -1,7 +1,7 @@
 """Which module of a Hugging Face model goes to which pipeline stage."""
 
 from pp_split_hf.empty import init_empty_weights
-from pp_split_hf.initialize import initialize_stage_weights, move_stage
+from pp_split_hf.initialize import initialize_stage_weights, move_stages
 from pp_split_hf.layout import ModelLayout, find_layout
 from pp_split_hf.plan import (
     check_stage_fqns,
@@ -12,6 +12,7 @@ from pp_split_hf.plan import (
 from pp_split_hf.prune import StagePart, split_model_into_stages, stage_part
 from pp_split_hf.stand_ins import IdentityStandIn, PassThroughLayer, ZeroStandIn
 from pp_split_hf.support import check_pipeline_support, validate_hf_model_for_pipeline_support
+from pp_split_hf.ties import Tie, TiedParameters, find_ties
 from pp_split_hf.trace import BoundaryShape, ForwardTrace, accepts, trace_forward
 
 __all__ = [
@@ -21,15 +22,18 @@ __all__ = [
     "ModelLayout",
     "PassThroughLayer",
     "StagePart",
+    "Tie",
+    "TiedParameters",
     "ZeroStandIn",
     "accepts",
     "check_pipeline_support",
     "check_stage_fqns",
     "find_layout",
+    "find_ties",
     "generate_hf_model_fqn_per_model_part",
     "init_empty_weights",
     "initialize_stage_weights",
-    "move_stage",
+    "move_stages",
     "plan_stage_fqns",
     "split_model_into_stages",
     "spread_layers",

@@ -1,7 +1,7 @@
 """Weights of a stage made from nothing, the same whatever the split."""
 
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import nn
@@ -60,21 +60,26 @@ def initialize_stage_weights(
     place_stage(part, device, dtype)
     devices = [torch.device(device)] if torch.device(device).type == "cuda" else []
     with torch.random.fork_rng(devices=devices), guard_torch_init_functions():
+        done: set[int] = set()
         for fqn, module, model in wanted:
+            own = {id(parameter) for parameter in module.parameters(recurse=False)}
+            if own and own <= done:
+                continue  # a tied weight has the values of its first module
             torch.manual_seed(zlib.crc32(f"{seed}:{fqn}".encode()))
             model._init_weights(module)
+            done |= own
 
 
-def move_stage(
-    part: nn.Module, device: torch.device | str | int, dtype: torch.dtype | None = None
+def move_stages(
+    parts: Sequence[nn.Module], device: torch.device | str | int, dtype: torch.dtype | None = None
 ) -> None:
-    """Put a stage's tensors on a device, without changing the model it shares them with.
+    """Put the tensors of stages on a device, without changing the model they share them with.
 
     A tensor that is there already stays the one it is; another is replaced by a new one in the
-    stage alone. Meta tensors stay; `initialize_stage_weights` gives them memory.
+    stages alone. Meta tensors stay; `initialize_stage_weights` gives them memory.
 
     Args:
-        part: A stage's module.
+        parts: Modules of one rank's stages; what two of them share stays shared.
         device: Where its tensors are to be.
         dtype: Of floating point parameters; None keeps theirs. Buffers always keep theirs.
     """
@@ -90,8 +95,9 @@ def move_stage(
             moved[id(parameter)] = nn.Parameter(data, requires_grad=parameter.requires_grad)
         return moved[id(parameter)]
 
-    replace_parameters(part, move)
-    replace_buffers(part, lambda b: b if b.device.type == "meta" else b.to(device))
+    for part in parts:
+        replace_parameters(part, move)
+        replace_buffers(part, lambda b: b if b.device.type == "meta" else b.to(device))
 
 
 def place_stage(

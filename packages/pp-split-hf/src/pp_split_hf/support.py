@@ -1,24 +1,16 @@
 """Whether a model can be cut into pipeline stages, and if not, everything that is in the way."""
 
-from collections.abc import Sequence
-
 from torch import nn
 
 from pp_split_hf.layout import ModelLayout, find_layout
 
 
-def check_pipeline_support(
-    model: nn.Module,
-    layout: ModelLayout | None = None,
-    stage_fqns: Sequence[Sequence[str]] | None = None,
-) -> list[str]:
+def check_pipeline_support(model: nn.Module, layout: ModelLayout | None = None) -> list[str]:
     """Return all that keeps a model from being trained in stages, each with what to do.
 
     Args:
         model: A Hugging Face model, on any device.
         layout: Of the model, if known already.
-        stage_fqns: The plan it is to be cut by; without one, the first and the last stage are
-            taken to be two.
 
     Returns:
         Problems as sentences; an empty list is a pass.
@@ -47,7 +39,19 @@ def check_pipeline_support(
         for fqn in layout.embeddings
         if layout.trace.outputs.get(fqn, (0, None)) is None
     ]
-    return problems + _tie_problems(model, layout, stage_fqns)
+    arguments = dict.fromkeys(argument for _, argument in layout.trace.carried)
+    if arguments:
+        layers = [fqn for fqn, _ in layout.trace.carried]
+        problems.append(
+            f"layers of {name} (such as {layers[-1]}) take {', '.join(arguments)} from earlier "
+            "layers or weights, beside the hidden states: only the hidden states cross a boundary"
+        )
+    return problems + [
+        f"{tied} and {source} are declared as one weight (config.tie_word_embeddings is True), but "
+        "are two parameters on the meta device and would be trained apart: build the model under "
+        "init_empty_weights(), or set config.tie_word_embeddings=False to train them apart"
+        for tied, source in _lost_ties(model)
+    ]
 
 
 def validate_hf_model_for_pipeline_support(model: nn.Module) -> None:
@@ -62,36 +66,6 @@ def validate_hf_model_for_pipeline_support(model: nn.Module) -> None:
             f"{type(model).__name__} cannot be trained in pipeline stages:\n  "
             + "\n  ".join(problems)
         )
-
-
-def _tie_problems(
-    model: nn.Module, layout: ModelLayout, stage_fqns: Sequence[Sequence[str]] | None
-) -> list[str]:
-    if stage_fqns is None:
-        stage_fqns = [[*layout.first_stage, *layout.layer_fqns], [*layout.last_stage]]
-    stage_of = {fqn: stage for stage, names in enumerate(stage_fqns) for fqn in names}
-    homes: dict[int, dict[int, str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        owner = next((fqn for fqn in stage_of if name.startswith(f"{fqn}.")), None)
-        if owner is not None and owner not in layout.shared:
-            homes.setdefault(id(parameter), {}).setdefault(stage_of[owner], name)
-    advice = (
-        "a shared weight cannot be kept equal on two stages yet: load the model with "
-        "config.tie_word_embeddings=False to train two separate weights, or run the model as one stage"
-    )
-    problems = [
-        f"{' and '.join(names.values())} are one parameter on stages "
-        f"{' and '.join(map(str, names))}; {advice}"
-        for names in homes.values()
-        if len(names) > 1
-    ]
-    if not problems and len(stage_fqns) > 1:
-        problems += [
-            f"{tied} and {source} are declared as one weight "
-            f"(config.tie_word_embeddings is True) and would be trained apart; {advice}"
-            for tied, source in _lost_ties(model)
-        ]
-    return problems
 
 
 def _lost_ties(model: nn.Module) -> list[tuple[str, str]]:

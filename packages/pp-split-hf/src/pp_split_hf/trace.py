@@ -1,7 +1,7 @@
 """One forward on fake tensors: what a model runs, in which order, and what enters its layers."""
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -61,6 +61,8 @@ class ForwardTrace:
     """Layers that return a tuple whose first entry is the hidden states."""
     hidden_keyword: str | None
     """The keyword under which layers are given the hidden states; None if they come first."""
+    carried: tuple[tuple[str, str], ...] = ()
+    """Layer and argument of whatever else a layer takes from earlier ones or from weights."""
 
 
 def trace_forward(
@@ -89,14 +91,19 @@ def trace_forward(
         handles.append(module.register_forward_pre_hook(recorder.enter(fqn), with_kwargs=True))
         handles.append(module.register_forward_hook(recorder.leave(fqn)))
     try:
-        with torch.no_grad(), _fake_experts(model), fake_tensors():
+        # With gradients: what depends on weights tells itself by requiring one.
+        with torch.enable_grad(), _fake_experts(model), fake_tensors():
             tensors = {
                 name: torch.empty(buffer.shape, dtype=buffer.dtype, device="cpu")
                 for name, buffer in model.named_buffers()
             }
             for name, parameter in model.named_parameters():
                 cast = dtype if parameter.is_floating_point() else None
-                tensors[name] = torch.empty(parameter.shape, dtype=cast or parameter.dtype)
+                tensors[name] = torch.empty(
+                    parameter.shape,
+                    dtype=cast or parameter.dtype,
+                    requires_grad=parameter.is_floating_point(),
+                )
             ids = torch.zeros((_BATCH, _SEQ), dtype=torch.long)
             kwargs = {"use_cache": False} if accepts(model.forward, "use_cache") else {}
             functional_call(model, tensors, (), {"input_ids": ids, **kwargs})
@@ -128,6 +135,8 @@ class _Recorder:
         self.exit: BoundaryShape | None = None
         self.tuple_returns: set[str] = set()
         self.hidden_keyword: str | None = None
+        self.carried: list[tuple[str, str]] = []
+        self.made_by_layers: dict[int, torch.Tensor] = {}
 
     def enter(self, fqn: str) -> Any:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -137,8 +146,20 @@ class _Recorder:
                     self.hidden_keyword = _first_tensor_keyword(kwargs)
                 hidden = args[0] if args else kwargs[self.hidden_keyword or ""]
                 self.boundaries.setdefault(fqn, _boundary(hidden))
+                self.note_carried(fqn, args, kwargs, hidden)
 
         return hook
+
+    def note_carried(
+        self, fqn: str, args: tuple[Any, ...], kwargs: dict[str, Any], hidden: torch.Tensor
+    ) -> None:
+        named = {**{f"argument {i}": value for i, value in enumerate(args)}, **kwargs}
+        for name, value in named.items():
+            for tensor in tensors_in(value):
+                needed = tensor.requires_grad or id(tensor) in self.made_by_layers
+                if tensor is not hidden and needed:
+                    self.carried.append((fqn, name))
+                    break
 
     def leave(self, fqn: str) -> Any:
         def hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
@@ -148,6 +169,7 @@ class _Recorder:
             if fqn in self.layers:
                 if isinstance(output, tuple | list):
                     self.tuple_returns.add(fqn)
+                self.made_by_layers |= {id(t): t for t in tensors_in(output)}
                 self.exit = _boundary(first)
 
         return hook
@@ -160,7 +182,20 @@ class _Recorder:
             self.exit,
             frozenset(self.tuple_returns),
             self.hidden_keyword,
+            tuple(dict.fromkeys(self.carried)),
         )
+
+
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors in nested tuples, lists and dicts."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for each in value.values():
+            yield from tensors_in(each)
+    elif isinstance(value, tuple | list):
+        for each in value:
+            yield from tensors_in(each)
 
 
 def _first_tensor_keyword(kwargs: dict[str, Any]) -> str:
