@@ -6,8 +6,10 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from pp_split_hf import (
+    BoundaryShape,
     IdentityStandIn,
     PassThroughLayer,
+    Sizes,
     ZeroStandIn,
     find_layout,
     plan_stage_fqns,
@@ -176,17 +178,22 @@ def test_stand_ins_tell_what_models_read_from_outside(tiny: Tiny) -> None:
 
 def test_what_stand_ins_return() -> None:
     ids, states = torch.ones(2, 5, dtype=torch.long), torch.randn(2, 5, 8)
-    zero = ZeroStandIn(nn.Embedding(3, 4), 4, torch.bfloat16)
+    shape = BoundaryShape(((1, True, False), (1, False, True), (4, False, False)), torch.bfloat16)
+    zero = ZeroStandIn(nn.Embedding(3, 4), (shape, {"more": shape}, None), Sizes(2, 5))
     for given in (ids, states):
-        out = zero(given)
-        assert out.shape == (2, 5, 4)
+        out, others, nothing = zero(given, key=3)
+        assert out.shape == others["more"].shape == (2, 5, 4)
         assert out.dtype == torch.bfloat16
         assert not out.any()
+        assert nothing is None
     assert IdentityStandIn(nn.Linear(8, 8))(states, 3, key=4) is states
-    assert PassThroughLayer(nn.Linear(8, 8), None, False)(states, mask=None) is states
-    assert PassThroughLayer(nn.Linear(8, 8), "states", False)(states=states, mask=None) is states
-    [out] = PassThroughLayer(nn.Linear(8, 8), None, True)(states)
+    assert PassThroughLayer(nn.Linear(8, 8), None)(states, mask=None) is states
+    assert PassThroughLayer(nn.Linear(8, 8), "states")(states=states, mask=None) is states
+    [out] = PassThroughLayer(nn.Linear(8, 8), None, (shape,))(states)
     assert out is states
+    listed = PassThroughLayer(nn.Linear(8, 8), None, [shape, shape, None])(states)
+    assert listed[0] is states
+    assert listed[1:] == [None, None]
 
 
 def test_a_plan_that_does_not_fit(tiny: Tiny) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from pp_split_hf import ModelLayout
+from pp_split_hf import BoundaryShape, ModelLayout
 
 # What a stage cannot take: the loss is computed outside of the model, and there is no cache.
 _REFUSED = {
@@ -59,7 +59,7 @@ class BatchRules:
         }
         return cls(
             getattr(config, "vocab_size", None),
-            head[0] if head else None,
+            head.dims[-1][0] if isinstance(head, BoundaryShape) else None,
             positions if learned else None,
             frozenset(names - {"self"}),
         )

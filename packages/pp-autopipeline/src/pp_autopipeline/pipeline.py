@@ -23,6 +23,7 @@ from pp_schedule import (
 )
 from pp_schedule.orders import Order, load_csv
 from pp_split_hf import (
+    BoundaryShape,
     ModelLayout,
     Tie,
     TiedParameters,
@@ -228,11 +229,15 @@ def bind_parallelize_fn(
 
 def output_dim(layout: ModelLayout) -> int:
     """Return the size of the last dim of what the model returns: classes, or hidden size."""
+    return _output_shape(layout).dims[-1][0]
+
+
+def _output_shape(layout: ModelLayout) -> BoundaryShape:
     output = layout.trace.outputs.get(layout.heads[-1]) if layout.heads else None
-    if output is not None:
-        return output[0]
+    if isinstance(output, BoundaryShape):
+        return output
     assert layout.trace.exit is not None
-    return layout.trace.exit.dims[-1][0]
+    return layout.trace.exit
 
 
 def set_shapes(pipeline: BuiltPipeline, microbatch_size: int, seq_len: int) -> None:
@@ -243,11 +248,11 @@ def set_shapes(pipeline: BuiltPipeline, microbatch_size: int, seq_len: int) -> N
         assert part is not None
         ids = torch.empty((microbatch_size, seq_len), dtype=torch.long, device="meta")
         entry = ids if part.is_first else _boundary(layout, part.first_layer, ids)
-        exit_ = _boundary(layout, layout.num_layers if part.is_last else part.end_layer, ids)
-        if part.is_last and layout.heads and layout.trace.outputs.get(layout.heads[-1]):
+        if part.is_last:
             # Only its existence matters: the last stage sends nothing on.
-            out_dim, dtype = layout.trace.outputs[layout.heads[-1]] or (1, torch.float32)
-            exit_ = torch.empty((*ids.shape, out_dim), dtype=dtype, device="meta")
+            exit_ = _output_shape(layout).tensor(*ids.shape)
+        else:
+            exit_ = _boundary(layout, part.end_layer, ids)
         set_stage_shapes(stage, [entry], [exit_])
 
 

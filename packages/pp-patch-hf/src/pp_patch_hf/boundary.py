@@ -79,9 +79,10 @@ class Gate:
         output = super().__call__(*args, **kwargs)  # type: ignore[misc]
         if "receive after" in roles:
             received = boundary.receive()
-            output = (received, *output[1:]) if isinstance(output, tuple) else received
+            several = isinstance(output, tuple | list)
+            output = type(output)([received, *output[1:]]) if several else received
         if "send after" in roles:
-            boundary.keep(output[0] if isinstance(output, tuple) else output)
+            boundary.keep(output[0] if isinstance(output, tuple | list) else output)
         return output
 
 

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from pp_patch_hf.boundary import Boundary, Gate, place_gates, remove_gate
-from pp_split_hf import StagePart, accepts, find_layout, stage_part
+from pp_split_hf import Sizes, StagePart, accepts, find_layout, stage_part
 
 
 class PipelinePatch:
@@ -108,12 +108,13 @@ class _StageForward:
             raise TypeError("a stage needs its input: token ids, or the hidden states received")
         if self.without_cache:
             kwargs["use_cache"] = False
+        ids = stage_input if self.part.is_first else self._placeholder_ids(stage_input)
+        sizes = self.part.sizes
+        sizes.batch_size, sizes.seq_len, sizes.device = ids.shape[0], ids.shape[1], ids.device
         if self.boundary is None:
             return _tensor_of(self.own_forward(stage_input, **kwargs))
-        if self.part.is_first:
-            input_ids = stage_input
-        elif input_ids is None:
-            input_ids = self._placeholder_ids(stage_input)
+        if self.part.is_first or input_ids is None:
+            input_ids = ids
         self.boundary.start(None if self.part.is_first else stage_input)
         try:
             output = self.own_forward(input_ids=input_ids, **kwargs)
@@ -157,4 +158,4 @@ def _tensor_of(output: Any) -> torch.Tensor:
 
 def _whole(model: nn.Module) -> StagePart:
     layout = find_layout(model)
-    return StagePart(0, 1, 0, layout.num_layers, layout)
+    return StagePart(0, 1, 0, layout.num_layers, layout, Sizes())

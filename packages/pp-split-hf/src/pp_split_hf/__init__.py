@@ -10,7 +10,7 @@ from pp_split_hf.plan import (
     spread_layers,
 )
 from pp_split_hf.prune import StagePart, split_model_into_stages, stage_part
-from pp_split_hf.stand_ins import IdentityStandIn, PassThroughLayer, ZeroStandIn
+from pp_split_hf.stand_ins import IdentityStandIn, PassThroughLayer, Sizes, ZeroStandIn
 from pp_split_hf.support import check_pipeline_support, validate_hf_model_for_pipeline_support
 from pp_split_hf.ties import Tie, TiedParameters, find_ties
 from pp_split_hf.trace import BoundaryShape, ForwardTrace, accepts, trace_forward
@@ -21,6 +21,7 @@ __all__ = [
     "IdentityStandIn",
     "ModelLayout",
     "PassThroughLayer",
+    "Sizes",
     "StagePart",
     "Tie",
     "TiedParameters",

@@ -65,11 +65,16 @@ def find_layout(model: nn.Module, dtype: torch.dtype | None = None) -> ModelLayo
             are.
         RuntimeError: If its forward cannot be traced.
     """
-    layers = _find_layer_list(model)
+    layers, is_counted = _find_layer_list(model)
     num_layers = len(model.get_submodule(layers))  # type: ignore[arg-type]
     units = list(_units(model, layers))
     layer_fqns = [f"{layers}.{i}" for i in range(num_layers)]
-    trace = trace_forward(model, layer_fqns, units, dtype)
+    try:
+        trace = trace_forward(model, layer_fqns, units, dtype)
+    except RuntimeError as error:
+        if is_counted:
+            raise
+        raise ValueError(f"{_no_layers(model)}; taking {layers!r} for it, {error}") from error
     roles: dict[str, list[str]] = {
         role: [] for role in ("embeddings", "multimodal_encoders", "norms", "heads", "shared")
     }
@@ -95,7 +100,21 @@ def containers_of(layers: str) -> list[str]:
     return [".".join(names[:depth]) for depth in range(len(names))]
 
 
-def _find_layer_list(model: nn.Module) -> str:
+def _find_layer_list(model: nn.Module) -> tuple[str, bool]:
+    """Return the list of layers, and whether it has as many as the config tells."""
+    lists, wanted = _lists_and_count(model)
+    # Some count otherwise (two attentions to a layer): then the largest list must do, and the trace
+    # shows whether it is a chain.
+    fitting = [fqn for fqn, module in lists.items() if len(module) == wanted] or (
+        list(lists) if wanted is not None else []
+    )
+    if not fitting:
+        raise ValueError(_no_layers(model))
+    largest: str = max(fitting, key=lambda fqn: sum(p.numel() for p in lists[fqn].parameters()))
+    return largest, len(lists[largest]) == wanted
+
+
+def _lists_and_count(model: nn.Module) -> tuple[dict[str, nn.ModuleList], int | None]:
     lists = {
         fqn: module
         for fqn, module in model.named_modules()
@@ -105,15 +124,16 @@ def _find_layer_list(model: nn.Module) -> str:
     if config is not None and hasattr(config, "get_text_config"):
         config = config.get_text_config(decoder=True)
     wanted = getattr(config, "num_hidden_layers", None)
-    fitting = [fqn for fqn, module in lists.items() if len(module) == wanted]
-    if not fitting:
-        found = ", ".join(f"{fqn} ({len(module)})" for fqn, module in lists.items()) or "none"
-        raise ValueError(
-            f"{type(model).__name__} has no list of decoder layers: looked for an nn.ModuleList "
-            f"with config.num_hidden_layers={wanted} entries, found {found}"
-        )
-    largest: str = max(fitting, key=lambda fqn: sum(p.numel() for p in lists[fqn].parameters()))
-    return largest
+    return lists, wanted
+
+
+def _no_layers(model: nn.Module) -> str:
+    lists, wanted = _lists_and_count(model)
+    found = ", ".join(f"{fqn} ({len(module)})" for fqn, module in lists.items()) or "none"
+    return (
+        f"{type(model).__name__} has no list of decoder layers: looked for an nn.ModuleList with "
+        f"config.num_hidden_layers={wanted} entries, found {found}"
+    )
 
 
 def _inside_a_list(model: nn.Module, fqn: str) -> bool:

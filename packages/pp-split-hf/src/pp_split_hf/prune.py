@@ -9,7 +9,7 @@ from torch import nn
 
 from pp_split_hf.layout import ModelLayout, find_layout
 from pp_split_hf.plan import check_stage_fqns
-from pp_split_hf.stand_ins import IdentityStandIn, PassThroughLayer, ZeroStandIn
+from pp_split_hf.stand_ins import IdentityStandIn, PassThroughLayer, Sizes, ZeroStandIn
 from pp_split_hf.torch_private import tensors_of
 
 _STAGE_PART = "_pp_stage_part"
@@ -29,6 +29,8 @@ class StagePart:
     """One past its last layer."""
     layout: ModelLayout
     """Of the whole model."""
+    sizes: Sizes
+    """The batch that the stage is at: to be set before its forward runs."""
 
     @property
     def is_first(self) -> bool:
@@ -88,15 +90,16 @@ def _build(
     number = {fqn: i for i, fqn in enumerate(layout.layer_fqns)}
     owned = [number[fqn] for fqn in stage_fqns[index] if fqn in number]
     before = sum(fqn in number for names in stage_fqns[:index] for fqn in names)
+    sizes = Sizes()
     memo: dict[int, Any] = _shared_tensors(model)
     for fqn in (*layout.first_stage, *layout.layer_fqns, *layout.last_stage):
         if fqn not in stage_fqns[index]:
-            memo[id(model.get_submodule(fqn))] = _stand_in(model, layout, fqn)
+            memo[id(model.get_submodule(fqn))] = _stand_in(model, layout, fqn, sizes)
     part = copy.deepcopy(model, memo)
     setattr(
         part,
         _STAGE_PART,
-        StagePart(index, len(stage_fqns), before, before + len(owned), layout),
+        StagePart(index, len(stage_fqns), before, before + len(owned), layout, sizes),
     )
     return part
 
@@ -106,12 +109,11 @@ def _shared_tensors(model: nn.Module) -> dict[int, Any]:
     return {id(tensor): tensor for module in model.modules() for tensor in tensors_of(module)}
 
 
-def _stand_in(model: nn.Module, layout: ModelLayout, fqn: str) -> nn.Module:
+def _stand_in(model: nn.Module, layout: ModelLayout, fqn: str, sizes: Sizes) -> nn.Module:
     module = model.get_submodule(fqn)
     trace = layout.trace
     if fqn in layout.layer_fqns:
-        return PassThroughLayer(module, trace.hidden_keyword, fqn in trace.tuple_returns)
-    output = trace.outputs.get(fqn)
-    if fqn in layout.embeddings and output is not None:
-        return ZeroStandIn(module, *output)
+        return PassThroughLayer(module, trace.hidden_keyword, trace.outputs.get(fqn))
+    if fqn in layout.embeddings:
+        return ZeroStandIn(module, trace.outputs[fqn], sizes)
     return IdentityStandIn(module)

@@ -1,18 +1,33 @@
 """What stands in a stage where a module of another stage was: no parameters, no storage."""
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
+from pp_split_hf.trace import BoundaryShape, tensors_in
+
 _MODULE_STATE = frozenset(nn.Module().__dict__)
+
+
+@dataclass
+class Sizes:
+    """The batch that a stage is at; whoever runs the stage keeps it up to date."""
+
+    batch_size: int = 0
+    """Rows; 0 if nobody told."""
+    seq_len: int = 0
+    """Tokens per row."""
+    device: torch.device | None = None
+    """Where the batch is; None means the default device."""
 
 
 class StandIn(nn.Module):
     """Base: plain attributes of the module it replaces stay readable.
 
-    Models read such attributes from outside (a layer's `attention_type`, a projection's
-    `weight.dtype`); what they read is kept, as values without storage.
+    Models read such attributes from outside (a layer's `attention_type`, the `weight.dtype` of a
+    projection inside a layer); what they read is kept, as values without storage.
     """
 
     def __init__(self, replaced: nn.Module) -> None:
@@ -24,34 +39,69 @@ class StandIn(nn.Module):
         if isinstance(weight, torch.Tensor):
             # Not registered: a stand-in adds nothing to the stage's state dict.
             object.__setattr__(self, "weight", torch.empty(0, dtype=weight.dtype, device="meta"))
+        inner = {name: StandIn(child) for name, child in replaced.named_children()}
+        object.__setattr__(self, "_inner", inner)
+
+    def __getattr__(self, name: str) -> Any:
+        inner = vars(self).get("_inner", {})
+        return inner[name] if name in inner else super().__getattr__(name)
 
 
 class PassThroughLayer(StandIn):
-    """A decoder layer of another stage: hands the hidden states on."""
+    """A decoder layer of another stage: hands the hidden states on.
 
-    def __init__(self, replaced: nn.Module, hidden_keyword: str | None, in_tuple: bool) -> None:
+    Args:
+        replaced: The layer.
+        hidden_keyword: The keyword of the hidden states; None if they are the first argument.
+        returned: What the layer returned in the trace. Of a tuple or list the first entry is the
+            hidden states; the others are None here, since no layer of this stage made them.
+    """
+
+    def __init__(
+        self, replaced: nn.Module, hidden_keyword: str | None, returned: Any = None
+    ) -> None:
         super().__init__(replaced)
         self.hidden_keyword = hidden_keyword
-        self.in_tuple = in_tuple
+        self.kind = type(returned) if isinstance(returned, tuple | list) else None
+        self.num_others = len(returned) - 1 if self.kind is not None else 0
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return the hidden states the way the layer returned them."""
         hidden = args[0] if args else kwargs[self.hidden_keyword or "hidden_states"]
-        return (hidden,) if self.in_tuple else hidden
+        return hidden if self.kind is None else self.kind([hidden] + [None] * self.num_others)
 
 
 class ZeroStandIn(StandIn):
-    """A module that runs before the layers: yields zeros of the shape and dtype it would yield."""
+    """A module that runs before the layers: yields zeros in the place of all it would yield.
 
-    def __init__(self, replaced: nn.Module, out_dim: int, dtype: torch.dtype) -> None:
+    Args:
+        replaced: The module.
+        returned: What it returned in the trace.
+        sizes: The batch that the stage is at.
+    """
+
+    def __init__(self, replaced: nn.Module, returned: Any, sizes: Sizes) -> None:
         super().__init__(replaced)
-        self.out_dim = out_dim
-        self.dtype = dtype
+        self.returned = returned
+        self.sizes = sizes
 
-    def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Return zeros: ids `[...]` give `[..., out_dim]`, and so do states `[..., in_dim]`."""
-        shape = x.shape[:-1] if x.is_floating_point() else x.shape
-        return torch.zeros((*shape, self.out_dim), dtype=self.dtype, device=x.device)
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Return zeros for the batch at hand; what the arguments say matters only without one."""
+        sizes = self.sizes
+        if not sizes.batch_size:
+            given = next(tensors_in([args, kwargs]))
+            sizes = Sizes(given.shape[0], given.shape[1], given.device)
+        return self._zeros(self.returned, sizes)
+
+    def _zeros(self, value: Any, sizes: Sizes) -> Any:
+        if isinstance(value, BoundaryShape):
+            shape = value.sizes(sizes.batch_size, sizes.seq_len)
+            return torch.zeros(shape, dtype=value.dtype, device=sizes.device)
+        if isinstance(value, dict):
+            return {key: self._zeros(each, sizes) for key, each in value.items()}
+        if isinstance(value, tuple | list):
+            return type(value)([self._zeros(each, sizes) for each in value])
+        return value
 
 
 class IdentityStandIn(StandIn):

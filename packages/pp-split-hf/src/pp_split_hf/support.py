@@ -34,11 +34,6 @@ def check_pipeline_support(model: nn.Module, layout: ModelLayout | None = None) 
         problems.append(
             f"the layers of {name} do not run once each and in order, but as {', '.join(short)}"
         )
-    problems += [
-        f"{fqn} returns no tensor, so no stand-in can take its place"
-        for fqn in layout.embeddings
-        if layout.trace.outputs.get(fqn, (0, None)) is None
-    ]
     arguments = dict.fromkeys(argument for _, argument in layout.trace.carried)
     if arguments:
         layers = [fqn for fqn, _ in layout.trace.carried]

@@ -6,11 +6,15 @@ from contextlib import AbstractContextManager
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 
 def fake_tensors() -> AbstractContextManager[object]:
     """Return a context in which tensors have shapes and dtypes and no values."""
-    return FakeTensorMode(allow_non_fake_inputs=True)
+    # The shape environment lets a shape depend on values, as `nonzero` makes it.
+    return FakeTensorMode(
+        allow_non_fake_inputs=True, shape_env=ShapeEnv(allow_dynamic_output_shape_ops=True)
+    )
 
 
 def replace_tensors(module: nn.Module, replace: Callable[[torch.Tensor], torch.Tensor]) -> None:

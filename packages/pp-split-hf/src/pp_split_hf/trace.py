@@ -19,21 +19,27 @@ _BATCH, _SEQ = 1009, 13
 
 @dataclass(frozen=True)
 class BoundaryShape:
-    """The hidden states at one boundary, for any batch size and sequence length."""
+    """The shape of a traced tensor, for any batch size and sequence length."""
 
     dims: tuple[tuple[int, bool, bool], ...]
     """Per dim: a constant factor, whether the batch size and whether the length multiply it."""
     dtype: torch.dtype
     """The dtype the model computes there."""
 
-    def tensor(self, batch_size: int, seq_len: int) -> torch.Tensor:
-        """Return a meta tensor of that shape, as what crosses the boundary in training."""
-        shape = [
+    def sizes(self, batch_size: int, seq_len: int) -> list[int]:
+        """Return the sizes of the dims."""
+        return [
             factor * (batch_size if batch else 1) * (seq_len if seq else 1)
             for factor, batch, seq in self.dims
         ]
+
+    def tensor(self, batch_size: int, seq_len: int) -> torch.Tensor:
+        """Return a meta tensor of that shape, as what crosses the boundary in training."""
         return torch.empty(
-            shape, dtype=self.dtype, device="meta", requires_grad=self.dtype.is_floating_point
+            self.sizes(batch_size, seq_len),
+            dtype=self.dtype,
+            device="meta",
+            requires_grad=self.dtype.is_floating_point,
         )
 
     def batch_and_seq(self, shape: Sequence[int]) -> tuple[int, int]:
@@ -51,14 +57,12 @@ class ForwardTrace:
 
     order: tuple[str, ...]
     """FQNs in the order in which they were called, repeats included."""
-    outputs: dict[str, tuple[int, torch.dtype] | None] = field(repr=False)
-    """Per FQN the last dim and dtype of the tensor it returned; None if it was no tensor."""
+    outputs: dict[str, Any] = field(repr=False)
+    """Per FQN what it returned, with a `BoundaryShape` for every tensor."""
     boundaries: dict[str, BoundaryShape] = field(repr=False)
     """Per layer FQN what enters it."""
     exit: BoundaryShape | None
     """What leaves the layer that ran last."""
-    tuple_returns: frozenset[str]
-    """Layers that return a tuple whose first entry is the hidden states."""
     hidden_keyword: str | None
     """The keyword under which layers are given the hidden states; None if they come first."""
     carried: tuple[tuple[str, str], ...] = ()
@@ -90,6 +94,7 @@ def trace_forward(
         module = model.get_submodule(fqn)
         handles.append(module.register_forward_pre_hook(recorder.enter(fqn), with_kwargs=True))
         handles.append(module.register_forward_hook(recorder.leave(fqn)))
+    before = [(module, dict(vars(module))) for module in model.modules()]
     try:
         # With gradients: what depends on weights tells itself by requiring one.
         with torch.enable_grad(), _fake_experts(model), fake_tensors():
@@ -115,6 +120,9 @@ def trace_forward(
     finally:
         for handle in handles:
             handle.remove()
+        for module, attributes in before:  # a model may keep tensors of its last forward
+            vars(module).clear()
+            vars(module).update(attributes)
     return recorder.result()
 
 
@@ -130,10 +138,9 @@ class _Recorder:
     def __init__(self, layers: set[str]) -> None:
         self.layers = layers
         self.order: list[str] = []
-        self.outputs: dict[str, tuple[int, torch.dtype] | None] = {}
+        self.outputs: dict[str, Any] = {}
         self.boundaries: dict[str, BoundaryShape] = {}
         self.exit: BoundaryShape | None = None
-        self.tuple_returns: set[str] = set()
         self.hidden_keyword: str | None = None
         self.carried: list[tuple[str, str]] = []
         self.made_by_layers: dict[int, torch.Tensor] = {}
@@ -163,14 +170,10 @@ class _Recorder:
 
     def leave(self, fqn: str) -> Any:
         def hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-            first = output[0] if isinstance(output, tuple | list) and output else output
-            is_tensor = isinstance(first, torch.Tensor)
-            self.outputs[fqn] = (first.shape[-1], first.dtype) if is_tensor and first.ndim else None
+            self.outputs[fqn] = map_tensors(output, _boundary)
             if fqn in self.layers:
-                if isinstance(output, tuple | list):
-                    self.tuple_returns.add(fqn)
                 self.made_by_layers |= {id(t): t for t in tensors_in(output)}
-                self.exit = _boundary(first)
+                self.exit = _boundary(output[0] if isinstance(output, tuple | list) else output)
 
         return hook
 
@@ -180,10 +183,21 @@ class _Recorder:
             self.outputs,
             self.boundaries,
             self.exit,
-            frozenset(self.tuple_returns),
             self.hidden_keyword,
             tuple(dict.fromkeys(self.carried)),
         )
+
+
+def map_tensors(value: Any, change: Callable[[torch.Tensor], Any]) -> Any:
+    """Return a value with its tensors changed, also those in nested tuples, lists and dicts."""
+    if isinstance(value, torch.Tensor):
+        return change(value)
+    if isinstance(value, Mapping):
+        return {key: map_tensors(each, change) for key, each in value.items()}
+    if isinstance(value, tuple | list):
+        items = [map_tensors(each, change) for each in value]
+        return items if isinstance(value, list) else tuple(items)
+    return value
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
