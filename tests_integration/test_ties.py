@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from batches import make_batch
-from harness import RankPool
+from harness import RankPool, RanksFailed
 from oracle import Case, build, compare, run_rank, run_whole, token_mean
 from safetensors import safe_open
 from tiny_models import tiny_model
@@ -94,6 +94,24 @@ def test_an_optimizer_step_on_gradients_that_are_not_summed(ranks: RankPool) -> 
         assert "sync_tied_gradients()" in message
     first, second = ranks.run(2, bare_schedule, True)
     assert first == second
+
+
+def stepped_twice(once: bool) -> None:
+    ap = build(Case("llama", "v_schedule", (1, 1, 1, 0), overrides=TIED))
+    both = [p for part in ap.parts for p in part.parameters()]
+    optimizer = torch.optim.SGD(ap.parameters() if once else both, lr=0.1)
+    ap.step(**make_batch("plain", 8))
+    optimizer.step()
+    if torch.distributed.get_rank() == 1:
+        raise RuntimeError("rank 1 holds no tied weight")
+
+
+def test_a_tied_weight_that_an_optimizer_holds_twice(ranks: RankPool) -> None:
+    first, _ = ranks.run_expecting_error(2, stepped_twice, False, timeout=30)
+    assert "is in the optimizer twice" in first[1]
+    with pytest.raises(RanksFailed) as caught:
+        ranks.run(2, stepped_twice, True, timeout=30)
+    assert [report.state for report in caught.value.reports] == ["returned", "raised"]
 
 
 def summaries() -> tuple[list[int], int]:

@@ -62,7 +62,7 @@ def main() -> None:
         print(ap.pretty_print_stages())
 
     # 5. The loop. Every rank passes the whole batch, and every rank gets its loss.
-    optimizer = torch.optim.AdamW((p for part in ap.parts for p in part.parameters()), lr=1e-3)
+    optimizer = torch.optim.AdamW(ap.parameters(), lr=1e-3)
     generator = torch.Generator().manual_seed(0)
     text = torch.randint(0, 256, (8, 33), generator=generator)
     for step in range(3):

@@ -1,6 +1,7 @@
 """AutoPipeline: a Hugging Face model, split over ranks, behind one `step`."""
 
 import logging
+from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
@@ -357,6 +358,18 @@ class AutoPipeline(PipelineReports):
     def parts(self) -> list[nn.Module]:
         """Modules of this rank's stages; parameter names are those of the whole model."""
         return self._require().parts
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """Yield each parameter of this rank's stages once, for an optimizer.
+
+        A weight that is tied over two stages of this rank is in two parts, and one parameter.
+        """
+        seen: set[int] = set()
+        for part in self.parts:
+            for parameter in part.parameters():
+                if id(parameter) not in seen:
+                    seen.add(id(parameter))
+                    yield parameter
 
     @property
     def recv_buffer_pool(self) -> RecvBufferPool | None:

@@ -84,7 +84,7 @@ def run_steps(
 ) -> list[float]:
     """Train, with one line of JSON per step, and return the loss of each step."""
     device = pipeline.device
-    parameters = [p for part in pipeline.parts for p in part.parameters() if p.requires_grad]
+    parameters = [p for p in pipeline.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(parameters, lr=options.peak_learning_rate)
     learning_rate = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: learning_rate_factor(step, options.steps)

@@ -88,6 +88,7 @@ class TiedParameters:
         if self.across_ranks:
             for part in parts.values():
                 part.register_forward_pre_hook(self._note_forward)
+        if self._local:
             _guard(self)
 
     @property
@@ -147,11 +148,19 @@ class TiedParameters:
                 parameter.grad = gradient.add_(parameter.grad)
 
     def check(self, optimizer: Optimizer) -> None:
-        """Raise if an optimizer would step on gradients that are not summed.
+        """Raise if an optimizer would step twice, or on gradients that are not summed.
 
         Raises:
             RuntimeError: Saying what to call.
         """
+        held = [id(p) for group in optimizer.param_groups for p in group["params"]]
+        for (stage, name), *_ in self._local:
+            if held.count(id(self._parts[stage].get_parameter(name))) > 1:
+                raise RuntimeError(
+                    f"{name} is tied over two stages of this rank and is in the optimizer twice, so "
+                    "each step would move it twice: give the optimizer ap.parameters(), or each "
+                    "parameter once"
+                )
         if not self._pending:
             return
         tied = {
