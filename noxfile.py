@@ -1,7 +1,6 @@
 """What is checked and how: `uv run nox` runs all of it, `uv run nox -s NAME` one session."""
 
 import re
-import shutil
 import tempfile
 from pathlib import Path
 
@@ -13,7 +12,6 @@ nox.options.default_venv_backend = "uv"
 ROOT = Path(__file__).parent
 PACKAGES = sorted(path.name for path in (ROOT / "packages").iterdir())
 SOURCES = [f"packages/{name}/src" for name in PACKAGES]
-DIST = ROOT / "dist"
 
 
 @nox.session(venv_backend="none")
@@ -39,14 +37,12 @@ def layers(session: nox.Session) -> None:
 @nox.parametrize("package", PACKAGES)
 def tests(session: nox.Session, package: str) -> None:
     """One package's unit tests, on its built wheel and what it declares, nothing else."""
-    if DIST.exists():
-        shutil.rmtree(DIST)
-    session.run("uv", "build", "-q", "--all-packages", "--wheel", "-o", str(DIST), external=True)
+    dist = build_wheels(session)
     module = package.replace("-", "_")
-    (wheel,) = DIST.glob(f"{module}-*.whl")
+    (wheel,) = dist.glob(f"{module}-*.whl")
     extras = "[plot]" if package == "pp-schedule" else ""
     session.install(
-        f"{package}{extras} @ file://{wheel}", "pytest", "--find-links", str(DIST),
+        f"{package}{extras} @ file://{wheel}", "pytest", "--find-links", str(dist),
         "-c", str(constraints(session)),
     )  # fmt: skip
     # Away from the sources, so that what is imported is what was installed.
@@ -83,10 +79,10 @@ def docs(session: nox.Session) -> None:
 @nox.session(default=False)
 def oldest(session: nox.Session) -> None:
     """Everything that runs, on the oldest torch that is supported."""
-    session.run("uv", "build", "-q", "--all-packages", "--wheel", "-o", str(DIST), external=True)
+    dist = build_wheels(session)
     session.install(
-        "torch==2.13.*", "pytest", "pytest-xdist", "--find-links", str(DIST),
-        *(str(wheel) for wheel in DIST.glob("*.whl")),
+        "torch==2.13.*", "pytest", "pytest-xdist", "--find-links", str(dist),
+        *(str(wheel) for wheel in dist.glob("*.whl")),
     )  # fmt: skip
     # Package by package: test files of two packages may have one name.
     for package in PACKAGES:
@@ -116,6 +112,17 @@ def strip_lock(text: str) -> str:
     # What the members ask for stands in their own pyproject.toml.
     metadata = r"^\[package\.metadata(?:\.[\w.-]+)?\]\n(?:(?!\[).*\n)*"
     return re.sub(metadata, "", text, flags=re.MULTILINE)
+
+
+def build_wheels(session: nox.Session) -> Path:
+    """Build the wheels of all packages into a new folder, and return it.
+
+    A new one each time: uv remembers wheels by path and version, and would install those of an
+    earlier run.
+    """
+    dist = Path(tempfile.mkdtemp(prefix="wheels-"))
+    session.run("uv", "build", "-q", "--all-packages", "--wheel", "-o", str(dist), external=True)
+    return dist
 
 
 def constraints(session: nox.Session) -> Path:
