@@ -3,6 +3,7 @@
 from typing import Any
 
 import torch
+from architectures import ROWS, make_model
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 WINDOW = 4
@@ -47,7 +48,18 @@ FAMILIES: dict[str, dict[str, Any]] = {
 def tiny_model(
     family: str, num_layers: int, dtype: torch.dtype = torch.float64, **overrides: Any
 ) -> PreTrainedModel:
-    """Return a random model, the same in every process."""
+    """Return a random model, the same in every process.
+
+    Args:
+        family: A name in `FAMILIES`, or a model type of `architectures.json`, which says itself
+            how many layers it has.
+        num_layers: How many layers.
+        dtype: Of its parameters.
+        **overrides: Further settings of the config.
+    """
+    if family not in FAMILIES:
+        row = ROWS[family]
+        return make_model({**row, "overrides": {**row["overrides"], **overrides}}).to(dtype).train()
     if family == "gpt2":
         base = {"vocab_size": 64, "n_embd": 32, "n_head": 4, "n_positions": 64}
         base |= {"bos_token_id": 1, "eos_token_id": 2, "n_layer": num_layers}

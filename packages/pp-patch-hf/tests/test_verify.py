@@ -158,10 +158,33 @@ def test_the_least_a_model_needs() -> None:
     assert report.exact, report
 
 
-@pytest.mark.parametrize("broken", [Remembering, Residual, Bypassing])
-def test_what_chaining_breaks_is_noticed(broken: type[Own]) -> None:
+@pytest.mark.parametrize("broken", [Remembering, Residual])
+def test_what_cannot_cross_is_refused(broken: type[Own]) -> None:
+    with pytest.raises(ValueError, match="computed from work on both sides of the boundary"):
+        verify_pipeline(broken(OwnConfig()).double(), [(2, 1)], rtol=RTOL)
+
+
+def test_code_that_goes_on_with_the_hidden_states_beside_the_layer() -> None:
     torch.manual_seed(4)
-    report = verify_pipeline(broken(OwnConfig()).double(), [(2, 1)], rtol=RTOL)
+    report = verify_pipeline(Bypassing(OwnConfig()).double(), rtol=RTOL)
+    assert report.exact, report
+
+
+class Absent(Own):
+    """Each layer adds to a list of the model, which no call shows."""
+
+    def forward(self, input_ids: torch.Tensor, use_cache: bool = False) -> tuple[torch.Tensor]:
+        states = self.words(input_ids)
+        self.seen = []
+        for step in self.steps:
+            states = step(states).tanh()
+            self.seen.append(states.detach())
+        return (self.out(states + sum(self.seen)),)
+
+
+def test_what_no_graph_shows_is_noticed() -> None:
+    torch.manual_seed(4)
+    report = verify_pipeline(Absent(OwnConfig()).double(), [(2, 1)], rtol=RTOL)
     assert not report.exact
     [cut] = report.cuts
     assert cut.logits_error > 1e-3

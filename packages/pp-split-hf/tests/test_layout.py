@@ -108,7 +108,7 @@ def test_a_model_of_ones_own() -> None:
     assert layout.heads == ("out",)
     assert layout.norms == ("tower.last", "tower.unused")
     # A list that never runs and stands before the tower.
-    assert layout.multimodal_encoders == ("scales",)
+    assert layout.multimodal_encoders == ("scales.0", "scales.1", "scales.2")
     assert layout.trace.hidden_keyword == "states"
     assert all(isinstance(layout.trace.outputs[fqn], tuple) for fqn in layout.layer_fqns)
 
@@ -144,27 +144,32 @@ def test_on_meta_it_is_the_same(family: str, tiny: Tiny) -> None:
 
 def test_boundaries_say_shape_and_dtype(tiny: Tiny) -> None:
     trace = find_layout(tiny("llama", 2)).trace
-    for shape in (*trace.boundaries.values(), trace.exit):
-        assert shape is not None
+    assert len(trace.crossings) == 3
+    for crossing in trace.crossings:
+        (slot,) = crossing.slots
+        shape = slot.shape
         tensor = shape.tensor(3, 7)
         assert tensor.shape == (3, 7, 32)
         assert tensor.dtype == torch.float32
         assert tensor.requires_grad
         assert tensor.device.type == "meta"
         assert shape.batch_and_seq((3, 7, 32)) == (3, 7)
-    assert set(trace.boundaries) == {"model.layers.0", "model.layers.1"}
+    assert [[p.fqn for p in c.slots[0].places] for c in trace.crossings] == [
+        ["model.layers.0"], ["model.layers.1"], []
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("hidden_size", [52, 104, 208])  # multiples of the length it traces with
 def test_a_hidden_size_is_not_taken_for_a_length(hidden_size: int, tiny: Tiny) -> None:
     trace = find_layout(tiny("llama", 1, hidden_size=hidden_size)).trace
-    assert trace.exit is not None
-    assert trace.exit.tensor(2, 5).shape == (2, 5, hidden_size)
+    assert trace.crossings[-1].slots[0].shape.tensor(2, 5).shape == (2, 5, hidden_size)
 
 
 def test_dtype_to_come(tiny: Tiny) -> None:
     trace = find_layout(tiny("llama", 2), torch.bfloat16).trace
-    assert {shape.dtype for shape in trace.boundaries.values()} == {torch.bfloat16}
+    assert {slot.shape.dtype for crossing in trace.crossings for slot in crossing.slots} == {
+        torch.bfloat16
+    }
     assert trace.outputs["model.embed_tokens"].sizes(2, 3) == [2, 3, 32]
     assert trace.outputs["model.embed_tokens"].dtype == torch.bfloat16
     assert trace.outputs["lm_head"].sizes(2, 3) == [2, 3, 64]
@@ -198,15 +203,23 @@ def test_a_forward_that_looks_at_values() -> None:
         find_layout(Nosy(OddConfig()))
 
 
-def test_a_parameter_that_no_module_owns() -> None:
+def test_parameters_of_the_decoder_itself() -> None:
     class Bare(Odd):
         def __init__(self, config: OddConfig) -> None:
             super().__init__(config)
-            self.tower.offset = nn.Parameter(torch.zeros(6))
+            for name in ("unused", "shift", "scale", "wherever"):
+                setattr(self.tower, name, nn.Parameter(torch.ones(6)))
 
-    [(fqn, reason)] = find_layout(Bare(OddConfig())).unplaceable
-    assert fqn == "tower.offset"
-    assert "no module of one stage owns" in reason
+        def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+            states = self.widen(self.words(input_ids)) + self.tower.shift
+            for block in self.tower.floor:
+                states = block(states=states, flag=True)[0] * self.tower.wherever
+            return self.out(self.tower.last(states) * self.tower.scale)
+
+    layout = find_layout(Bare(OddConfig()))
+    assert {"tower.unused", "tower.shift"} <= set(layout.first_stage)
+    assert "tower.scale" in layout.last_stage
+    assert [fqn for fqn, _ in layout.unplaceable] == ["tower.wherever"]
 
 
 def test_a_module_that_runs_before_and_after() -> None:
@@ -217,9 +230,10 @@ def test_a_module_that_runs_before_and_after() -> None:
                 states = block(states=states, flag=True)[0]
             return self.out(self.tower.last(states))
 
-    [(fqn, reason)] = find_layout(Twice(OddConfig())).unplaceable
-    assert fqn == "tower.last"
-    assert "both before and after" in reason
+    layout = find_layout(Twice(OddConfig()))
+    assert layout.between == (("tower.last", 0),)
+    assert layout.trace.cuts == ()
+    assert {c.problem for c in layout.trace.crossings} == {"tower.last runs on both sides"}
 
 
 def test_an_encoder_decoder_has_no_one_list() -> None:

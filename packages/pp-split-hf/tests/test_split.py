@@ -16,6 +16,7 @@ from pp_split_hf import (
     split_model_into_stages,
     stage_part,
 )
+from pp_split_hf.shapes import Dim
 
 Tiny = Callable[..., PreTrainedModel]
 
@@ -178,7 +179,7 @@ def test_stand_ins_tell_what_models_read_from_outside(tiny: Tiny) -> None:
 
 def test_what_stand_ins_return() -> None:
     ids, states = torch.ones(2, 5, dtype=torch.long), torch.randn(2, 5, 8)
-    shape = BoundaryShape(((1, True, False), (1, False, True), (4, False, False)), torch.bfloat16)
+    shape = BoundaryShape((Dim(1, 0, True), Dim(0, 1, False), Dim(4, 0, False)), torch.bfloat16)
     zero = ZeroStandIn(nn.Embedding(3, 4), (shape, {"more": shape}, None), Sizes(2, 5))
     for given in (ids, states):
         out, others, nothing = zero(given, key=3)

@@ -40,11 +40,8 @@ class BatchRules:
         config = config.get_text_config(decoder=True) if config is not None else None
         head = layout.trace.outputs.get(layout.heads[-1]) if layout.heads else None
         positions = getattr(config, "max_position_embeddings", None)
-        tables = [
-            m
-            for fqn in layout.embeddings
-            if isinstance(m := model.get_submodule(fqn), nn.Embedding)
-        ]
+        modules = dict(model.named_modules())
+        tables = [m for fqn in layout.embeddings if isinstance(m := modules.get(fqn), nn.Embedding)]
         learned = positions is not None and any(
             # OPT and its like keep two rows more than there are positions.
             table.num_embeddings in (positions, positions + 2)
@@ -59,7 +56,7 @@ class BatchRules:
         }
         return cls(
             getattr(config, "vocab_size", None),
-            head.dims[-1][0] if isinstance(head, BoundaryShape) else None,
+            head.dims[-1].offset if isinstance(head, BoundaryShape) else None,
             positions if learned else None,
             frozenset(names - {"self"}),
         )

@@ -231,7 +231,8 @@ class Execution:
             "schedule": {rank: [str(a) for a in row] for rank, row in orders.items()},
             "loss": self.batch_loss and self.batch_loss.reduction,
             "dtypes between stages": [
-                str(shape.dtype) for shape in plan.layout.trace.boundaries.values()
+                [str(slot.shape.dtype) for slot in crossing.slots]
+                for crossing in plan.layout.trace.crossings
             ],
         }
         digests = {

@@ -34,7 +34,7 @@ from pp_split_hf import (
     move_stages,
     plan_stage_fqns,
     split_model_into_stages,
-    spread_layers,
+    spread_over_stages,
     stage_part,
 )
 
@@ -136,7 +136,7 @@ def plan_pipeline(
     if spec is not None:
         problems += schedule_problems(spec, pp_size, num_stages, config)
     if config.module_fqns_per_model_part is None:
-        names = plan_stage_fqns(layout, spread_layers(layout.num_layers, num_stages))
+        names = plan_stage_fqns(layout, spread_over_stages(layout, num_stages))
     else:
         names = [list(stage) for stage in config.module_fqns_per_model_part]
         problems += check_stage_fqns(layout, names, model)
@@ -229,39 +229,38 @@ def bind_parallelize_fn(
 
 def output_dim(layout: ModelLayout) -> int:
     """Return the size of the last dim of what the model returns: classes, or hidden size."""
-    return _output_shape(layout).dims[-1][0]
+    return _output_shape(layout).dims[-1].offset
 
 
 def _output_shape(layout: ModelLayout) -> BoundaryShape:
     output = layout.trace.outputs.get(layout.heads[-1]) if layout.heads else None
     if isinstance(output, BoundaryShape):
         return output
-    assert layout.trace.exit is not None
-    return layout.trace.exit
+    exit_: BoundaryShape = layout.trace.crossings[-1].slots[0].shape
+    return exit_
 
 
 def set_shapes(pipeline: BuiltPipeline, microbatch_size: int, seq_len: int) -> None:
     """Tell every local stage the shapes of a microbatch, so that torch need not try them out."""
     layout = pipeline.plan.layout
+    batch = (microbatch_size, seq_len)
     for stage, module in zip(pipeline.stages, pipeline.parts, strict=True):
         part = stage_part(module)
         assert part is not None
-        ids = torch.empty((microbatch_size, seq_len), dtype=torch.long, device="meta")
-        entry = ids if part.is_first else _boundary(layout, part.first_layer, ids)
+        if part.is_first:
+            entry = [torch.empty(batch, dtype=torch.long, device="meta")]
+        else:
+            entry = _crossing(layout, part.first_layer, batch)
         if part.is_last:
             # Only its existence matters: the last stage sends nothing on.
-            exit_ = _output_shape(layout).tensor(*ids.shape)
+            exit_ = [_output_shape(layout).tensor(*batch)]
         else:
-            exit_ = _boundary(layout, part.end_layer, ids)
-        set_stage_shapes(stage, [entry], [exit_])
+            exit_ = _crossing(layout, part.end_layer, batch)
+        set_stage_shapes(stage, entry, exit_)
 
 
-def _boundary(layout: ModelLayout, layer: int, ids: torch.Tensor) -> torch.Tensor:
-    trace = layout.trace
-    at_end = layer == layout.num_layers
-    shape = trace.exit if at_end else trace.boundaries[layout.layer_fqns[layer]]
-    assert shape is not None
-    return shape.tensor(*ids.shape)
+def _crossing(layout: ModelLayout, boundary: int, batch: tuple[int, int]) -> list[torch.Tensor]:
+    return [slot.shape.tensor(*batch) for slot in layout.trace.crossings[boundary].slots]
 
 
 def _stage_ids(

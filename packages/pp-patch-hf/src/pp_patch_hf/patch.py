@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from pp_patch_hf.boundary import Boundary, Gate, place_gates, remove_gate
-from pp_split_hf import Sizes, StagePart, accepts, find_layout, stage_part
+from pp_split_hf import Sizes, StagePart, accepts, find_layout, main_output, stage_part
 
 
 class PipelinePatch:
@@ -35,13 +35,14 @@ def patch_hf_model_for_pp(
     code on every stage, from the same `input_ids`, `attention_mask`, `position_ids`. Only what
     enters the first own layer is replaced by what was received.
 
-    The patched forward is `forward(stage_input, *, input_ids=None, **kwargs)`:
+    The patched forward is `forward(*stage_inputs, input_ids=None, **kwargs)`:
 
-    - first stage: `stage_input` is the token ids `[B, S]`;
-    - later stages: it is the hidden states that the stage before returned; `input_ids` should be
+    - first stage: the one stage input is the token ids `[B, S]`;
+    - later stages: the stage inputs are what the stage before returned; `input_ids` should be
       passed by keyword, since some architectures read them deep inside (zeros stand in for them);
     - the last stage returns logits (the last hidden states for a model without a head), every
-      other stage hidden states; always one tensor.
+      other stage hidden states: one tensor, or a tuple that begins with them where the
+      architecture's layers take more from earlier ones.
 
     Patch after activation checkpointing is applied, so that the boundary stays outside of what is
     run again.
@@ -78,7 +79,7 @@ def patch_hf_model_for_pp(
     boundary = Boundary(part) if patch_inner_model else None
     gated: list[nn.Module] = []
     if boundary is not None:
-        gated = place_gates(layers, part, boundary)
+        gated = place_gates(model, part, boundary)
     for target in targets:
         forward = _StageForward(target.forward, part, boundary)
         object.__setattr__(target, "forward", forward)
@@ -97,63 +98,35 @@ class _StageForward:
 
     def __call__(
         self,
-        stage_input: torch.Tensor | None = None,
-        *,
+        *stage_inputs: torch.Tensor,
         input_ids: torch.Tensor | None = None,
         **kwargs: Any,
-    ) -> torch.Tensor:
-        if stage_input is None:  # a decoder is given it by its model, and by keyword
-            stage_input, input_ids = input_ids, None
-        if stage_input is None:
+    ) -> torch.Tensor | tuple[torch.Tensor, ...]:
+        if not stage_inputs and input_ids is not None:
+            # A decoder is given it by its model, and by keyword.
+            stage_inputs, input_ids = (input_ids,), None
+        if not stage_inputs:
             raise TypeError("a stage needs its input: token ids, or the hidden states received")
         if self.without_cache:
             kwargs["use_cache"] = False
-        ids = stage_input if self.part.is_first else self._placeholder_ids(stage_input)
+        ids = stage_inputs[0] if self.part.is_first else self._placeholder_ids(stage_inputs[0])
         sizes = self.part.sizes
         sizes.batch_size, sizes.seq_len, sizes.device = ids.shape[0], ids.shape[1], ids.device
         if self.boundary is None:
-            return _tensor_of(self.own_forward(stage_input, **kwargs))
+            return main_output(self.own_forward(*stage_inputs, **kwargs))
         if self.part.is_first or input_ids is None:
             input_ids = ids
-        self.boundary.start(None if self.part.is_first else stage_input)
+        self.boundary.start(() if self.part.is_first else stage_inputs)
         try:
             output = self.own_forward(input_ids=input_ids, **kwargs)
         finally:
             outgoing = self.boundary.finish()
-        if self.part.is_last:
-            return _tensor_of(output)
-        if outgoing is None:
-            raise RuntimeError(
-                f"stage {self.part.stage_index} never reached layer {self.part.end_layer}, where "
-                "its hidden states are to be sent: the architecture left its layers out"
-            )
-        return outgoing
+        return main_output(output) if self.part.is_last else self.boundary.output(outgoing)
 
     def _placeholder_ids(self, hidden: torch.Tensor) -> torch.Tensor:
-        trace = self.part.layout.trace
-        fqns = self.part.layout.layer_fqns
-        at_end = self.part.first_layer == len(fqns)
-        shape = trace.exit if at_end else trace.boundaries[fqns[self.part.first_layer]]
-        assert shape is not None
-        batch_size, seq_len = shape.batch_and_seq(hidden.shape)
+        crossing = self.part.layout.trace.crossings[self.part.first_layer]
+        batch_size, seq_len = crossing.slots[0].shape.batch_and_seq(hidden.shape)
         return torch.zeros((batch_size, seq_len), dtype=torch.long, device=hidden.device)
-
-
-def _tensor_of(output: Any) -> torch.Tensor:
-    """The logits, else the last hidden states, of what an architecture's forward returned."""
-    if isinstance(output, torch.Tensor):
-        return output
-    for name in ("logits", "last_hidden_state"):
-        value = getattr(output, name, None)
-        if isinstance(value, torch.Tensor):
-            return value
-    if isinstance(output, tuple) and output and isinstance(output[0], torch.Tensor):
-        return output[0]
-    raise TypeError(
-        f"the model's forward returned a {type(output).__name__} without logits or "
-        "last_hidden_state; a stage must return a tensor. If its forward is made for stages, set "
-        "patch_causal_lm_model=False"
-    )
 
 
 def _whole(model: nn.Module) -> StagePart:

@@ -3,7 +3,7 @@
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -118,9 +118,11 @@ def _run(parts: list[nn.Module], inputs: dict[str, torch.Tensor]) -> Result:
     if len(parts) > 1:
         for part in parts:
             patch_hf_model_for_pp(part)
-        hidden = inputs["input_ids"]
+        crossing: Any = (inputs["input_ids"],)
         for part in parts:
-            hidden = part(hidden, **inputs)
+            sent = part(*crossing, **inputs)
+            crossing = sent if isinstance(sent, tuple) else (sent,)
+        hidden = crossing[0]
     else:
         kwargs = {"use_cache": False} if accepts(parts[0].forward, "use_cache") else {}
         output = parts[0](**inputs, **kwargs)

@@ -1,5 +1,6 @@
 """Which module of a Hugging Face model goes to which pipeline stage."""
 
+from pp_split_hf.crossing import Crossing, Place, Slot
 from pp_split_hf.empty import init_empty_weights
 from pp_split_hf.initialize import initialize_stage_weights, move_stages
 from pp_split_hf.layout import ModelLayout, find_layout
@@ -8,20 +9,25 @@ from pp_split_hf.plan import (
     generate_hf_model_fqn_per_model_part,
     plan_stage_fqns,
     spread_layers,
+    spread_over_stages,
 )
 from pp_split_hf.prune import StagePart, split_model_into_stages, stage_part
+from pp_split_hf.shapes import BoundaryShape
 from pp_split_hf.stand_ins import IdentityStandIn, PassThroughLayer, Sizes, ZeroStandIn
 from pp_split_hf.support import check_pipeline_support, validate_hf_model_for_pipeline_support
 from pp_split_hf.ties import Tie, TiedParameters, find_ties
-from pp_split_hf.trace import BoundaryShape, ForwardTrace, accepts, trace_forward
+from pp_split_hf.trace import ForwardTrace, accepts, main_output, trace_forward
 
 __all__ = [
     "BoundaryShape",
+    "Crossing",
     "ForwardTrace",
     "IdentityStandIn",
     "ModelLayout",
     "PassThroughLayer",
+    "Place",
     "Sizes",
+    "Slot",
     "StagePart",
     "Tie",
     "TiedParameters",
@@ -34,10 +40,12 @@ __all__ = [
     "generate_hf_model_fqn_per_model_part",
     "init_empty_weights",
     "initialize_stage_weights",
+    "main_output",
     "move_stages",
     "plan_stage_fqns",
     "split_model_into_stages",
     "spread_layers",
+    "spread_over_stages",
     "stage_part",
     "trace_forward",
     "validate_hf_model_for_pipeline_support",

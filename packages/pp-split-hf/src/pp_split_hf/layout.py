@@ -1,6 +1,6 @@
 """Where the parts of a Hugging Face model are, found by its structure and one traced forward."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,15 +18,18 @@ class ModelLayout:
     num_layers: int
     """How many layers it has."""
     embeddings: tuple[str, ...]
-    """Modules with parameters that run before the layers: the first stage's."""
+    """Modules, and parameters of the decoder itself, that are used before the layers: the first
+    stage's."""
     multimodal_encoders: tuple[str, ...]
     """Modules that text alone does not reach, such as vision towers: the first stage's."""
     norms: tuple[str, ...]
-    """Modules with parameters that run after the layers inside the decoder: the last stage's."""
+    """Modules and parameters that are used after the layers inside the decoder: the last stage's."""
     heads: tuple[str, ...]
     """Modules with parameters that run after the decoder: the last stage's."""
     shared: tuple[str, ...]
     """Modules without parameters, such as rotary tables and dropouts: kept on every stage."""
+    between: tuple[tuple[str, int], ...]
+    """Modules with parameters that run between layers, and the layer whose stage has them."""
     unplaceable: tuple[tuple[str, str], ...]
     """FQN and reason of everything that belongs to no one stage."""
     trace: ForwardTrace
@@ -78,16 +81,25 @@ def find_layout(model: nn.Module, dtype: torch.dtype | None = None) -> ModelLayo
     roles: dict[str, list[str]] = {
         role: [] for role in ("embeddings", "multimodal_encoders", "norms", "heads", "shared")
     }
-    unplaceable = list(_bare_tensors(model, layers))
+    between, unplaceable = [], []
     for fqn in units:
         role = _role(fqn, model, layers, trace)
         if role in roles:
             roles[role].append(fqn)
+        elif role == "between":
+            between.append((fqn, _layer_before(fqn, layer_fqns, trace)))
         else:
             unplaceable.append((fqn, role))
+    for name in _bare_parameters(model, layers):
+        where = trace.bare_parameters.get(name, "before")  # one that nothing reads goes anywhere
+        if where == "between":
+            unplaceable.append((name, "a parameter that is used before and after a layer"))
+        else:
+            roles["embeddings" if where == "before" else "norms"].append(name)
     return ModelLayout(
         layers,
         num_layers,
+        between=tuple(between),
         unplaceable=tuple(unplaceable),
         trace=trace,
         **{role: tuple(fqns) for role, fqns in roles.items()},
@@ -149,35 +161,61 @@ def _units(model: nn.Module, layers: str) -> Iterator[str]:
         for name, _ in model.get_submodule(container).named_children():
             fqn = f"{container}.{name}" if container else name
             if fqn not in path:
-                yield fqn
+                yield from _called(model, fqn)
 
 
-def _bare_tensors(model: nn.Module, layers: str) -> Iterator[tuple[str, str]]:
+def _called(model: nn.Module, fqn: str) -> Iterator[str]:
+    """Yield a module, or, of a list or dict of modules, which is never called itself, its items."""
+    module = model.get_submodule(fqn)
+    if isinstance(module, nn.ModuleList | nn.ModuleDict):
+        for name, _ in module.named_children():
+            yield from _called(model, f"{fqn}.{name}")
+    else:
+        yield fqn
+
+
+def _bare_parameters(model: nn.Module, layers: str) -> Iterator[str]:
+    """Yield the parameters that the decoder or a module around it holds itself."""
     for container in [*containers_of(layers), layers]:
         for name, _ in model.get_submodule(container).named_parameters(recurse=False):
-            fqn = f"{container}.{name}" if container else name
-            yield fqn, "a parameter that no module of one stage owns"
+            yield f"{container}.{name}" if container else name
+
+
+def _container(fqn: str, layers: str) -> str:
+    """Return the module on the way to the layers that has a module beside that way."""
+    return max((c for c in containers_of(layers) if not c or fqn.startswith(f"{c}.")), key=len)
 
 
 def _role(fqn: str, model: nn.Module, layers: str, trace: ForwardTrace) -> str:
-    """Return the role of a module, or a sentence that says why it has none."""
+    """Return the role of a module, "between", or a sentence that says why it has none."""
     module = model.get_submodule(fqn)
     if next(module.parameters(), None) is None:
         return "shared"
-    container = fqn.rpartition(".")[0]
+    container = _container(fqn, layers)
     at_layers = [i for i, name in enumerate(trace.order) if name.startswith(f"{layers}.")]
     calls = [i for i, name in enumerate(trace.order) if name == fqn]
     if not calls:
+        if any(name.startswith(f"{fqn}.") for name in trace.bare_parameters):
+            return "its weights are used without it being called"
         path = [*containers_of(layers), layers]
         siblings = [
             f"{container}.{name}" if container else name
             for name, _ in model.get_submodule(container).named_children()
         ]
         on_path = next(sibling for sibling in siblings if sibling in path)
-        precedes = siblings.index(fqn) < siblings.index(on_path)
+        mine = next(
+            sibling for sibling in siblings if fqn == sibling or fqn.startswith(f"{sibling}.")
+        )
+        precedes = siblings.index(mine) < siblings.index(on_path)
         return "multimodal_encoders" if precedes else ("norms" if container else "heads")
-    if calls[-1] < at_layers[0]:
+    if not at_layers or calls[-1] < at_layers[0]:
         return "embeddings"
     if calls[0] > at_layers[-1]:
         return "heads" if container == "" and layers.count(".") > 0 else "norms"
-    return "has parameters and runs both before and after a layer"
+    return "between"
+
+
+def _layer_before(fqn: str, layers: Sequence[str], trace: ForwardTrace) -> int:
+    """Return the furthest layer that has run when a module between layers first runs."""
+    first = trace.order.index(fqn)
+    return max((i for i, layer in enumerate(layers) if layer in trace.order[:first]), default=0)

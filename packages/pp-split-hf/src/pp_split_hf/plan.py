@@ -1,6 +1,7 @@
 """Stage plans: from layers per stage to module names, and the check of any list of names."""
 
 import difflib
+import itertools
 from collections.abc import Iterable, Sequence
 
 from torch import nn
@@ -83,6 +84,18 @@ def generate_hf_model_fqn_per_model_part(
     return stages
 
 
+def spread_over_stages(layout: ModelLayout, num_stages: int) -> tuple[int, ...]:
+    """Return layers per stage, as even as the places allow at which the model can be cut."""
+    ends: list[int] = []
+    end = 0
+    for count in spread_layers(layout.num_layers, num_stages)[:-1]:
+        end += count
+        free = [cut for cut in layout.trace.cuts if cut >= (ends[-1] if ends else 0)]
+        ends.append(min(free, key=lambda cut: abs(cut - end)))
+    bounds = [0, *ends, layout.num_layers]
+    return tuple(b - a for a, b in itertools.pairwise(bounds))
+
+
 def plan_stage_fqns(layout: ModelLayout, layer_counts: Sequence[int]) -> list[list[str]]:
     """Return module names per stage of a model from the number of layers of each stage.
 
@@ -103,6 +116,7 @@ def plan_stage_fqns(layout: ModelLayout, layer_counts: Sequence[int]) -> list[li
     for stage, count in enumerate(layer_counts):
         names = list(layout.first_stage) if stage == 0 else []
         names += layout.layer_fqns[start : start + count]
+        names += [fqn for fqn, layer in layout.between if start <= layer < start + count]
         start += count
         if stage == len(layer_counts) - 1:
             names += layout.last_stage
@@ -121,7 +135,8 @@ def check_stage_fqns(
     last = len(stage_fqns) - 1
     home: dict[str, int] = {}
     problems: list[str] = []
-    placeable = (*layout.first_stage, *layout.layer_fqns, *layout.last_stage)
+    between = tuple(fqn for fqn, _ in layout.between)
+    placeable = (*layout.first_stage, *layout.layer_fqns, *between, *layout.last_stage)
     for stage, names in enumerate(stage_fqns):
         for name in names:
             where = f"stage {stage} lists {name!r}"
@@ -138,7 +153,30 @@ def check_stage_fqns(
                 problems.append(f"{where}, which runs after the layers: it belongs to stage {last}")
             home.setdefault(name, stage)
     problems += [f"no stage lists {name!r}" for name in placeable if name not in home]
+    for fqn, layer in layout.between:
+        owner = layout.layer_fqns[layer]
+        if fqn in home and owner in home and home[fqn] != home[owner]:
+            problems.append(
+                f"stage {home[fqn]} lists {fqn!r}, which runs behind {owner!r}: it belongs to "
+                f"stage {home[owner]}"
+            )
     problems += _order_problems(layout, stage_fqns)
+    return problems or _cut_problems(layout, stage_fqns)
+
+
+def _cut_problems(layout: ModelLayout, stage_fqns: Sequence[Sequence[str]]) -> list[str]:
+    """What must stay together and is on two stages."""
+    problems = []
+    end = 0
+    for stage, names in enumerate(stage_fqns[:-1]):
+        end += sum(name in layout.layer_fqns for name in names)
+        problem = layout.trace.crossings[end].problem
+        if problem:
+            allowed = ", ".join(map(str, layout.trace.cuts))
+            problems.append(
+                f"stage {stage} ends before layer {end}, where the model cannot be cut: {problem}. "
+                f"It can be cut before layers {allowed}"
+            )
     return problems
 
 

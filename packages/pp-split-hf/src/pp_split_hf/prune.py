@@ -5,7 +5,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 from pp_split_hf.layout import ModelLayout, find_layout
 from pp_split_hf.plan import check_stage_fqns
@@ -92,10 +94,19 @@ def _build(
     before = sum(fqn in number for names in stage_fqns[:index] for fqn in names)
     sizes = Sizes()
     memo: dict[int, Any] = _shared_tensors(model)
-    for fqn in (*layout.first_stage, *layout.layer_fqns, *layout.last_stage):
-        if fqn not in stage_fqns[index]:
+    between = tuple(fqn for fqn, _ in layout.between)
+    owned_by_one = (*layout.first_stage, *layout.layer_fqns, *between, *layout.last_stage)
+    foreign = [fqn for fqn in owned_by_one if fqn not in stage_fqns[index]]
+    for fqn in foreign:
+        if not _is_parameter(model, fqn):
             memo[id(model.get_submodule(fqn))] = _stand_in(model, layout, fqn, sizes)
     part = copy.deepcopy(model, memo)
+    for fqn in foreign:
+        if _is_parameter(model, fqn):
+            _drop_parameter(part, fqn)
+    for module in part.modules():
+        if isinstance(module, PreTrainedModel) and next(module.parameters(), None) is None:
+            _fix_dtype(module, layout.trace.crossings[0].slots[0].shape.dtype, sizes)
     setattr(
         part,
         _STAGE_PART,
@@ -109,11 +120,36 @@ def _shared_tensors(model: nn.Module) -> dict[int, Any]:
     return {id(tensor): tensor for module in model.modules() for tensor in tensors_of(module)}
 
 
+def _is_parameter(model: nn.Module, fqn: str) -> bool:
+    owner, _, name = fqn.rpartition(".")
+    return name in dict(model.get_submodule(owner).named_parameters(recurse=False))
+
+
+def _drop_parameter(part: nn.Module, fqn: str) -> None:
+    """Put zeros that are no part of the state dict where another stage has a parameter."""
+    owner, _, name = fqn.rpartition(".")
+    module = part.get_submodule(owner)
+    shape, dtype = module.get_parameter(name).shape, module.get_parameter(name).dtype
+    delattr(module, name)
+    # Real zeros, on the meta device too: the code before the layers computes with them.
+    module.register_buffer(name, torch.zeros(shape, dtype=dtype, device="cpu"), persistent=False)
+
+
+def _fix_dtype(module: PreTrainedModel, dtype: torch.dtype, sizes: Sizes) -> None:
+    """Let a model without parameters still say its dtype and device, which it reads off them."""
+    cls = type(module)
+    properties = {
+        "dtype": property(lambda self: dtype),
+        "device": property(lambda self: sizes.device or torch.device("cpu")),
+    }
+    module.__class__ = type(cls.__name__, (cls,), properties)
+
+
 def _stand_in(model: nn.Module, layout: ModelLayout, fqn: str, sizes: Sizes) -> nn.Module:
     module = model.get_submodule(fqn)
     trace = layout.trace
     if fqn in layout.layer_fqns:
         return PassThroughLayer(module, trace.hidden_keyword, trace.outputs.get(fqn))
-    if fqn in layout.embeddings:
+    if fqn in layout.embeddings or fqn in dict(layout.between):
         return ZeroStandIn(module, trace.outputs[fqn], sizes)
     return IdentityStandIn(module)

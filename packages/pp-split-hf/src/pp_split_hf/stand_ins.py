@@ -1,12 +1,13 @@
 """What stands in a stage where a module of another stage was: no parameters, no storage."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
-from pp_split_hf.trace import BoundaryShape, tensors_in
+from pp_split_hf.shapes import BoundaryShape, tensors_in
 
 _MODULE_STATE = frozenset(nn.Module().__dict__)
 
@@ -32,7 +33,7 @@ class StandIn(nn.Module):
 
     def __init__(self, replaced: nn.Module) -> None:
         super().__init__()
-        for name, value in vars(replaced).items():
+        for name, value in _attributes(replaced):
             if name not in _MODULE_STATE and isinstance(value, bool | int | float | str):
                 setattr(self, name, value)
         weight = getattr(replaced, "weight", None)
@@ -45,6 +46,14 @@ class StandIn(nn.Module):
     def __getattr__(self, name: str) -> Any:
         inner = vars(self).get("_inner", {})
         return inner[name] if name in inner else super().__getattr__(name)
+
+
+def _attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Yield a module's own attributes, and before them those that its classes give it."""
+    for cls in reversed(type(module).__mro__):
+        if issubclass(cls, nn.Module) and cls is not nn.Module:
+            yield from ((n, v) for n, v in vars(cls).items() if not n.startswith("__"))
+    yield from vars(module).items()
 
 
 class PassThroughLayer(StandIn):

@@ -28,19 +28,15 @@ def check_pipeline_support(model: nn.Module, layout: ModelLayout | None = None) 
         except (ValueError, RuntimeError) as error:
             return [str(error)]
     problems = [f"{fqn}: {reason}" for fqn, reason in layout.unplaceable]
-    ran = [fqn for fqn in layout.trace.order if fqn in layout.layer_fqns]
-    if ran != list(layout.layer_fqns):
-        short = [fqn.removeprefix(f"{layout.layers}.") for fqn in ran]
-        problems.append(
-            f"the layers of {name} do not run once each and in order, but as {', '.join(short)}"
-        )
-    arguments = dict.fromkeys(argument for _, argument in layout.trace.carried)
-    if arguments:
-        layers = [fqn for fqn, _ in layout.trace.carried]
-        problems.append(
-            f"layers of {name} (such as {layers[-1]}) take {', '.join(arguments)} from earlier "
-            "layers or weights, beside the hidden states: only the hidden states cross a boundary"
-        )
+    missing = [fqn for fqn in layout.layer_fqns if fqn not in layout.trace.order]
+    if missing:
+        problems.append(f"{name} never runs {', '.join(missing)}")
+    elif not set(layout.trace.cuts) - {0, layout.num_layers}:
+        problems += [
+            f"{name} cannot be cut before layer {i}: {crossing.problem}"
+            for i, crossing in enumerate(layout.trace.crossings)
+            if 0 < i < layout.num_layers
+        ]
     return problems + [
         f"{tied} and {source} are declared as one weight (config.tie_word_embeddings is True), but "
         "are two parameters on the meta device and would be trained apart: build the model under "

@@ -2,10 +2,12 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd.graph import get_gradient_edge
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 
@@ -47,3 +49,19 @@ def tensors_of(module: nn.Module) -> Iterator[torch.Tensor]:
 def set_parameter(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
     """Put a parameter in the place of another of that name, without a registration hook."""
     module._parameters[name] = parameter
+
+
+def next_sequence_number() -> int:
+    """Return the number that the next node of the autograd graph gets in this thread."""
+    return int(torch._C._autograd._get_sequence_nr())
+
+
+def sequence_number(node: Any) -> int:
+    """Return the number of a node of the autograd graph; it grows with each node made."""
+    return int(node._sequence_nr())
+
+
+def autograd_edge(tensor: torch.Tensor) -> tuple[Any, int]:
+    """Return the node of the autograd graph that made a tensor, and which of its outputs it is."""
+    edge = get_gradient_edge(tensor)
+    return edge.node, edge.output_nr

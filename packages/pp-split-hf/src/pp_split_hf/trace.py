@@ -1,54 +1,27 @@
-"""One forward on fake tensors: what a model runs, in which order, and what enters its layers."""
+"""One forward on fake tensors: what a model runs, in which order, and what crosses where."""
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import nn
 from torch.func import functional_call
 
-from pp_split_hf.torch_private import fake_tensors
-
-# Primes that no model has as a size, so that a traced dim tells what it depends on. Fake tensors
-# have no memory: a large batch costs nothing.
-_BATCH, _SEQ = 1009, 13
-
-
-@dataclass(frozen=True)
-class BoundaryShape:
-    """The shape of a traced tensor, for any batch size and sequence length."""
-
-    dims: tuple[tuple[int, bool, bool], ...]
-    """Per dim: a constant factor, whether the batch size and whether the length multiply it."""
-    dtype: torch.dtype
-    """The dtype the model computes there."""
-
-    def sizes(self, batch_size: int, seq_len: int) -> list[int]:
-        """Return the sizes of the dims."""
-        return [
-            factor * (batch_size if batch else 1) * (seq_len if seq else 1)
-            for factor, batch, seq in self.dims
-        ]
-
-    def tensor(self, batch_size: int, seq_len: int) -> torch.Tensor:
-        """Return a meta tensor of that shape, as what crosses the boundary in training."""
-        return torch.empty(
-            self.sizes(batch_size, seq_len),
-            dtype=self.dtype,
-            device="meta",
-            requires_grad=self.dtype.is_floating_point,
-        )
-
-    def batch_and_seq(self, shape: Sequence[int]) -> tuple[int, int]:
-        """Return the batch size and sequence length that give hidden states of `shape`."""
-        sizes = {"batch": 1, "seq": 1}
-        for (factor, batch, seq), size in zip(self.dims, shape, strict=True):
-            if batch != seq:
-                sizes["batch" if batch else "seq"] = size // factor
-        return sizes["batch"], sizes["seq"]
+from pp_split_hf.crossing import Crossing, Cut
+from pp_split_hf.fakes import EveryElementCounts, as_if_for_tracing
+from pp_split_hf.flow import Call, Flow, Path, leaves_of
+from pp_split_hf.shapes import (
+    BATCH,
+    LENGTHS,
+    TracedShape,
+    map_shapes,
+    map_tensors,
+    shape_of,
+    tensors_in,
+)
+from pp_split_hf.torch_private import fake_tensors, next_sequence_number
 
 
 @dataclass(frozen=True)
@@ -59,14 +32,18 @@ class ForwardTrace:
     """FQNs in the order in which they were called, repeats included."""
     outputs: dict[str, Any] = field(repr=False)
     """Per FQN what it returned, with a `BoundaryShape` for every tensor."""
-    boundaries: dict[str, BoundaryShape] = field(repr=False)
-    """Per layer FQN what enters it."""
-    exit: BoundaryShape | None
-    """What leaves the layer that ran last."""
+    crossings: tuple[Crossing, ...] = field(repr=False)
+    """What crosses the boundary before each layer, and after the last."""
     hidden_keyword: str | None
     """The keyword under which layers are given the hidden states; None if they come first."""
-    carried: tuple[tuple[str, str], ...] = ()
-    """Layer and argument of whatever else a layer takes from earlier ones or from weights."""
+    bare_parameters: dict[str, str] = field(repr=False)
+    """Parameters that enter outside of any module that is watched, and where: "before" the layers,
+    "between" or "after" them."""
+
+    @property
+    def cuts(self) -> tuple[int, ...]:
+        """The boundaries at which the model can be cut, 0 and the number of layers included."""
+        return tuple(i for i, crossing in enumerate(self.crossings) if crossing.problem is None)
 
 
 def trace_forward(
@@ -75,9 +52,10 @@ def trace_forward(
     units: Sequence[str],
     dtype: torch.dtype | None = None,
 ) -> ForwardTrace:
-    """Run one forward on fake tensors, weights included, and record what happens.
+    """Run a forward on fake tensors, weights included, and record what happens.
 
-    Nothing of the model is computed, moved or changed; meta models trace as well as real ones.
+    Nothing of the model is computed, moved or changed; meta models trace as well as real ones. A
+    second forward, of another length, is run if the first leaves open how a shape depends on it.
 
     Args:
         model: A Hugging Face model that takes `input_ids`.
@@ -88,16 +66,39 @@ def trace_forward(
     Raises:
         RuntimeError: If the forward cannot run on fake tensors.
     """
-    recorder = _Recorder(set(layers))
+    short = _record(model, layers, units, dtype, LENGTHS[0])
+    result = short.result(model)
+    if _leaves_lengths_open(result):
+        long = _record(model, layers, units, dtype, LENGTHS[1]).result(model)
+        return _with_shapes(result, long)
+    return _with_shapes(result, None)
+
+
+def accepts(forward: Callable[..., Any], keyword: str) -> bool:
+    """Return whether a forward takes a keyword argument of that name."""
+    parameters = inspect.signature(forward).parameters
+    return keyword in parameters or any(
+        p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()
+    )
+
+
+def _record(
+    model: nn.Module,
+    layers: Sequence[str],
+    units: Sequence[str],
+    dtype: torch.dtype | None,
+    length: int,
+) -> "_Recorder":
+    recorder = _Recorder(layers)
     handles = []
     for fqn in (*layers, *units):
         module = model.get_submodule(fqn)
         handles.append(module.register_forward_pre_hook(recorder.enter(fqn), with_kwargs=True))
-        handles.append(module.register_forward_hook(recorder.leave(fqn)))
+        handles.append(module.register_forward_hook(recorder.leave(fqn), with_kwargs=True))
     before = [(module, dict(vars(module))) for module in model.modules()]
     try:
         # With gradients: what depends on weights tells itself by requiring one.
-        with torch.enable_grad(), _fake_experts(model), fake_tensors():
+        with torch.enable_grad(), as_if_for_tracing(model), fake_tensors(), EveryElementCounts():
             tensors = {
                 name: torch.empty(buffer.shape, dtype=buffer.dtype, device="cpu")
                 for name, buffer in model.named_buffers()
@@ -109,9 +110,10 @@ def trace_forward(
                     dtype=cast or parameter.dtype,
                     requires_grad=parameter.is_floating_point(),
                 )
-            ids = torch.zeros((_BATCH, _SEQ), dtype=torch.long)
+            recorder.parameters = {id(tensor): name for name, tensor in tensors.items()}
+            ids = torch.zeros((BATCH, length), dtype=torch.long)
             kwargs = {"use_cache": False} if accepts(model.forward, "use_cache") else {}
-            functional_call(model, tensors, (), {"input_ids": ids, **kwargs})
+            recorder.finish(functional_call(model, tensors, (), {"input_ids": ids, **kwargs}))
     except Exception as error:
         raise RuntimeError(
             f"cannot follow the forward of {type(model).__name__} on fake tensors: "
@@ -123,132 +125,158 @@ def trace_forward(
         for module, attributes in before:  # a model may keep tensors of its last forward
             vars(module).clear()
             vars(module).update(attributes)
-    return recorder.result()
-
-
-def accepts(forward: Callable[..., Any], keyword: str) -> bool:
-    """Return whether a forward takes a keyword argument of that name."""
-    parameters = inspect.signature(forward).parameters
-    return keyword in parameters or any(
-        p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()
-    )
+    return recorder
 
 
 class _Recorder:
-    def __init__(self, layers: set[str]) -> None:
-        self.layers = layers
-        self.order: list[str] = []
-        self.outputs: dict[str, Any] = {}
-        self.boundaries: dict[str, BoundaryShape] = {}
-        self.exit: BoundaryShape | None = None
-        self.hidden_keyword: str | None = None
-        self.carried: list[tuple[str, str]] = []
-        self.made_by_layers: dict[int, torch.Tensor] = {}
+    """Notes every call of a watched module while a forward runs."""
+
+    def __init__(self, layers: Sequence[str]) -> None:
+        self.layers = tuple(layers)
+        self.calls: list[Call] = []
+        self.parameters: dict[int, str] = {}
+        self.made: dict[int, int] = {}
+        self.hidden_path: Path | None = None
+        # Ids stay taken for as long as their tensors live.
+        self._keep: list[torch.Tensor] = []
 
     def enter(self, fqn: str) -> Any:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            self.order.append(fqn)
-            if fqn in self.layers:
-                if not args:
-                    self.hidden_keyword = _first_tensor_keyword(kwargs)
-                hidden = args[0] if args else kwargs[self.hidden_keyword or ""]
-                self.boundaries.setdefault(fqn, _boundary(hidden))
-                self.note_carried(fqn, args, kwargs, hidden)
+            number = sum(call.fqn == fqn for call in self.calls)
+            call = Call(fqn, number, next_sequence_number())
+            arguments: dict[str | int, Any] = dict(enumerate(args))
+            arguments.update(kwargs)
+            call.leaves = leaves_of(arguments)
+            self._keep += [tensor for _, tensor in call.leaves]
+            self.calls.append(call)
+            if fqn in self.layers and self.hidden_path is None:
+                self.hidden_path = ((0 if args else _first_tensor_keyword(kwargs), None),)
 
         return hook
-
-    def note_carried(
-        self, fqn: str, args: tuple[Any, ...], kwargs: dict[str, Any], hidden: torch.Tensor
-    ) -> None:
-        named = {**{f"argument {i}": value for i, value in enumerate(args)}, **kwargs}
-        for name, value in named.items():
-            for tensor in tensors_in(value):
-                needed = tensor.requires_grad or id(tensor) in self.made_by_layers
-                if tensor is not hidden and needed:
-                    self.carried.append((fqn, name))
-                    break
 
     def leave(self, fqn: str) -> Any:
-        def hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-            self.outputs[fqn] = map_tensors(output, _boundary)
+        def hook(module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+            index = max(i for i, call in enumerate(self.calls) if call.fqn == fqn)
+            call = self.calls[index]
+            call.end, call.output = next_sequence_number(), output
+            given = {id(tensor) for _, tensor in call.leaves}
             if fqn in self.layers:
-                self.made_by_layers |= {id(t): t for t in tensors_in(output)}
-                self.exit = _boundary(output[0] if isinstance(output, tuple | list) else output)
+                # Also what the layer put into a container that it was given.
+                for tensor in tensors_in([output, args, kwargs]):
+                    if not tensor.requires_grad and id(tensor) not in given:
+                        self._keep.append(tensor)
+                        self.made.setdefault(id(tensor), index)
 
         return hook
 
-    def result(self) -> ForwardTrace:
+    def finish(self, output: Any) -> None:
+        now = next_sequence_number()
+        try:
+            tensors = [main_output(output)]
+        except TypeError:  # a forward made for stages may return what it likes
+            tensors = list(tensors_in(output))
+        leaves: list[tuple[Path, torch.Tensor]] = [
+            ((("output", None), (i, len(tensors))), tensor) for i, tensor in enumerate(tensors)
+        ]
+        self.calls.append(Call("", 0, now, now, leaves))
+
+    def result(self, model: nn.Module) -> ForwardTrace:
+        """Return what was recorded, with a `TracedShape` for every tensor."""
+        flow = Flow(self.calls, self.made, self.parameters)
+        ran = [i for i, call in enumerate(self.calls) if call.fqn in self.layers]
+        bare, late = {}, set()
+        for name, uses in flow.direct_uses().items():
+            where = "between"
+            if ran and min(uses) <= ran[0]:
+                where = "before"
+            elif ran and min(uses) > ran[-1]:
+                where = "after"
+                late.add(name)
+            bare[name] = where
+        units = frozenset(
+            call.fqn
+            for call in self.calls[:-1]
+            if call.fqn not in self.layers
+            and next(model.get_submodule(call.fqn).parameters(), None) is not None
+        )
+        crossings: list[Crossing] = []
+        if ran and self.hidden_path is not None:
+            last = self.calls[ran[-1]].output
+            exit_ = last[0] if isinstance(last, tuple | list) else last
+            for boundary in range(len(self.layers) + 1):
+                hidden = (self.hidden_path, exit_)
+                cut = Cut(flow, self.layers, boundary, frozenset(late), units, hidden)
+                crossings.append(_traced(cut.crossing(), flow))
+        keyword = self.hidden_path[0][0] if self.hidden_path else None
         return ForwardTrace(
-            tuple(self.order),
-            self.outputs,
-            self.boundaries,
-            self.exit,
-            self.hidden_keyword,
-            tuple(dict.fromkeys(self.carried)),
+            tuple(call.fqn for call in self.calls[:-1]),
+            {call.fqn: map_tensors(call.output, TracedShape.of) for call in self.calls[:-1]},
+            tuple(crossings),
+            keyword if isinstance(keyword, str) else None,
+            bare,
         )
 
 
-def map_tensors(value: Any, change: Callable[[torch.Tensor], Any]) -> Any:
-    """Return a value with its tensors changed, also those in nested tuples, lists and dicts."""
-    if isinstance(value, torch.Tensor):
-        return change(value)
-    if isinstance(value, Mapping):
-        return {key: map_tensors(each, change) for key, each in value.items()}
-    if isinstance(value, tuple | list):
-        items = [map_tensors(each, change) for each in value]
-        return items if isinstance(value, list) else tuple(items)
-    return value
+def main_output(output: Any) -> torch.Tensor:
+    """Return the logits, else the last hidden states, of what an architecture's forward returned.
+
+    Raises:
+        TypeError: If there are none.
+    """
+    if isinstance(output, torch.Tensor):
+        return output
+    for name in ("logits", "last_hidden_state"):
+        value = getattr(output, name, None)
+        if isinstance(value, torch.Tensor):
+            return value
+    if isinstance(output, tuple) and output and isinstance(output[0], torch.Tensor):
+        return output[0]
+    raise TypeError(
+        f"the model's forward returned a {type(output).__name__} without logits or "
+        "last_hidden_state; a stage must return a tensor. If its forward is made for stages, set "
+        "patch_causal_lm_model=False"
+    )
 
 
-def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors in nested tuples, lists and dicts."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for each in value.values():
-            yield from tensors_in(each)
-    elif isinstance(value, tuple | list):
-        for each in value:
-            yield from tensors_in(each)
+def _traced(crossing: Crossing, flow: Flow) -> Crossing:
+    """Return a crossing with traced shapes in the place of its tensors."""
+    slots = tuple(
+        replace(slot, shape=(TracedShape.of(slot.shape), flow.reaches_output(slot.shape)))
+        for slot in crossing.slots
+    )
+    return replace(crossing, slots=slots)
+
+
+def _leaves_lengths_open(trace: ForwardTrace) -> bool:
+    """Whether there is more than hidden states in whose shape the length can be seen."""
+    return any(
+        len(crossing.slots) > 1 or not slot.shape[0].has_length
+        for crossing in trace.crossings
+        for slot in crossing.slots
+    )
+
+
+def _with_shapes(short: ForwardTrace, long: ForwardTrace | None) -> ForwardTrace:
+    """Return a trace with shapes as functions of batch size and length."""
+    others = long.crossings if long else (None,) * len(short.crossings)
+    crossings = []
+    for crossing, other in zip(short.crossings, others, strict=True):
+        slots = []
+        for i, slot in enumerate(crossing.slots):
+            traced, reached = slot.shape
+            shape = shape_of(traced, other.slots[i].shape[0] if other else None)
+            # Hidden states always take a gradient, also where nothing before them is trained.
+            reached = (reached or i == 0) and shape.dtype.is_floating_point
+            slots.append(replace(slot, shape=replace(shape, requires_grad=reached)))
+        crossings.append(replace(crossing, slots=tuple(slots)))
+    return replace(
+        short,
+        outputs=map_shapes(short.outputs, long.outputs if long else None),
+        crossings=tuple(crossings),
+    )
 
 
 def _first_tensor_keyword(kwargs: dict[str, Any]) -> str:
     if "hidden_states" in kwargs:
         return "hidden_states"
     return next(name for name, value in kwargs.items() if isinstance(value, torch.Tensor))
-
-
-def _boundary(hidden: Any) -> BoundaryShape:
-    if not isinstance(hidden, torch.Tensor):
-        raise TypeError(f"a layer is given a {type(hidden).__name__} where hidden states belong")
-    dims = []
-    for size in hidden.shape:
-        batch, seq = size > 0 and size % _BATCH == 0, size > 0 and size % _SEQ == 0
-        # A constant multiple of 13, such as a hidden size of 52, is no sequence length: lengths
-        # are told apart from it by standing alone or beside the batch size.
-        seq = seq and (size == _SEQ or batch)
-        dims.append((size // (_BATCH if batch else 1) // (_SEQ if seq else 1), batch, seq))
-    return BoundaryShape(tuple(dims), hidden.dtype)
-
-
-@contextmanager
-def _fake_experts(model: nn.Module) -> Iterator[None]:
-    """Have mixture-of-experts layers use the formula that does not depend on the data."""
-    config = getattr(model, "config", None)
-    name = "_experts_implementation"
-    configs = [c for c in _configs(config) if getattr(c, name, None) not in (None, "batched_mm")]
-    before = [getattr(c, name) for c in configs]
-    for each in configs:
-        setattr(each, name, "batched_mm")
-    try:
-        yield
-    finally:
-        for each, implementation in zip(configs, before, strict=True):
-            setattr(each, name, implementation)
-
-
-def _configs(config: Any) -> list[Any]:
-    if config is None:
-        return []
-    nested = [getattr(config, key, None) for key in getattr(config, "sub_configs", {})]
-    return [config, *(c for c in nested if c is not None)]
