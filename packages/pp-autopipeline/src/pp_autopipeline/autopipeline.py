@@ -300,7 +300,9 @@ class AutoPipeline(PipelineReports):
                 microbatch as `loss_fn` gave it.
             return_outputs: Keep and return the logits; they are dropped otherwise.
             **kwargs: Further arguments of the model's forward (`attention_mask`, `position_ids`,
-                ...), for the whole batch; each is cut along its batch dim or shared.
+                ...), for the whole batch; each is cut along its batch dim or shared. Of
+                `pixel_values`, `image_grid_thw` and their like, which have no row per text, each
+                microbatch gets those whose placeholder tokens are in its `input_ids`.
 
         Returns:
             The loss, equal on every rank, and the logits if asked.

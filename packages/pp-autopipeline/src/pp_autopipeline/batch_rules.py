@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from pp_autopipeline.images import ImageRules
 from pp_split_hf import BoundaryShape, ModelLayout
 
 # What a stage cannot take: the loss is computed outside of the model, and there is no cache.
@@ -32,11 +33,14 @@ class BatchRules:
     """The longest sequence, for models that learn a vector per position."""
     keywords: frozenset[str]
     """Names of the arguments of its forward."""
+    images: ImageRules | None = None
+    """How its images are found; None if it takes text alone."""
 
     @classmethod
     def of(cls, model: nn.Module, layout: ModelLayout) -> "BatchRules":
         """Return the rules for a model."""
         config: Any = getattr(model, "config", None)
+        images = ImageRules.of(config)
         config = config.get_text_config(decoder=True) if config is not None else None
         head = layout.trace.outputs.get(layout.heads[-1]) if layout.heads else None
         positions = getattr(config, "max_position_embeddings", None)
@@ -59,6 +63,7 @@ class BatchRules:
             head.dims[-1].offset if isinstance(head, BoundaryShape) else None,
             positions if learned else None,
             frozenset(names - {"self"}),
+            images,
         )
 
     def problems(

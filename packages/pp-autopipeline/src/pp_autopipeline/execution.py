@@ -13,6 +13,7 @@ from torch import nn
 from pp_autopipeline.batch_rules import BatchRules
 from pp_autopipeline.checks import refuse
 from pp_autopipeline.config import PipelineConfig
+from pp_autopipeline.images import place_images
 from pp_autopipeline.loss import BatchLoss
 from pp_autopipeline.microbatch import find_batch_dims
 from pp_autopipeline.pipeline import BuiltPipeline, set_shapes
@@ -22,6 +23,7 @@ from pp_schedule import (
     set_keyword_split,
     use_stage_shapes,
 )
+from pp_split_hf import stage_part
 
 
 @dataclass(frozen=True)
@@ -62,6 +64,11 @@ class Execution:
         self._forward_only: dict[tuple[int, bool], Any] = {}
         self._prepared: tuple[Any, int] | None = None
         self._is_checked = False
+        if rules.images is not None:
+            for module in pipeline.parts:
+                part = stage_part(module)
+                assert part is not None
+                place_images(module, part.is_first)
 
     def forget_shapes(self) -> None:
         """Set shapes afresh at the next batch."""
@@ -138,6 +145,9 @@ class Execution:
         kwargs: dict[str, Any],
     ) -> StepOutput:
         # 1. Everything that can be wrong is found before anything is sent.
+        images = None
+        if self.rules.images is not None:
+            images, kwargs = self.rules.images.cut(input_ids, kwargs, num_microbatches)
         batch_dims = find_batch_dims(kwargs, input_ids.shape[0], input_ids.shape[1])
         # 2. Every stage gets the ids: architectures make masks and positions from them.
         keywords = {**kwargs, "input_ids": input_ids} if self.is_patched else dict(kwargs)
@@ -147,6 +157,10 @@ class Execution:
         }
         if self.is_patched:
             batch_dims["input_ids"] = 0
+        if images is not None:
+            tables, table_dims = images.keywords(self.device, self.has_first)
+            keywords |= tables
+            batch_dims |= table_dims
         set_keyword_split(schedule, batch_dims)
         self._prepare(schedule, input_ids.shape[1])
         # 3. The loss must know the whole target before the first microbatch.

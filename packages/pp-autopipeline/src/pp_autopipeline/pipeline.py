@@ -203,7 +203,9 @@ def build_pipeline(
     group = mesh.get_group(pp_axis_name)
     num_stages = len(plan.stage_fqns)
     stages = [
-        PipelineStage(part, index, num_stages, device, group=group)
+        PipelineStage(
+            part, index, num_stages, device, group=group, dw_builder=_weight_backward(part)
+        )
         for part, index in zip(parts, mine, strict=True)
     ]
     schedule = build_pipeline_schedule(
@@ -218,6 +220,21 @@ def build_pipeline(
     by_stage = dict(zip(mine, parts, strict=True))
     tied = TiedParameters(plan.ties, by_stage, plan.rank_of_stage, group)
     return BuiltPipeline(plan, parts, stages, schedule, tied)
+
+
+def _weight_backward(module: nn.Module) -> Callable[[], Callable[..., None]] | None:
+    """Return what keeps a stage's backward in one piece, where it must be.
+
+    Schedules that split the backward compute the weights' half from the nodes at which weights
+    meet the inputs; with several tensors in or out those halves overlap, and torch (2.13 to 2.15)
+    runs backward twice through what they share.
+    """
+    part = stage_part(module)
+    assert part is not None
+    crossings = part.layout.trace.crossings
+    entry = 1 if part.is_first else len(crossings[part.first_layer].slots)
+    exit_ = 1 if part.is_last else len(crossings[part.end_layer].slots)
+    return (lambda: lambda *args: None) if max(entry, exit_) > 1 else None
 
 
 def bind_parallelize_fn(

@@ -46,7 +46,7 @@ class Boundary:
                 f"given {len(incoming)}"
             )
         self.running = True
-        self.incoming = tuple(incoming)
+        self.incoming = tuple(map(_with_contiguous_gradient, incoming))
         self.outgoing = {}
         self.num_calls = {}
 
@@ -72,10 +72,12 @@ class Boundary:
                     f"stage {self.stage_index} never reached {where}, where what it sends is "
                     "taken: the architecture left its layers out"
                 )
+        hidden = outgoing[0].contiguous()
+        if not torch.compiler.is_compiling() and hidden._is_view():
+            hidden = hidden.clone()  # torch's stages detach in place what they have sent
         if len(slots) == 1:
-            return outgoing[0]
-        # torch's stages detach in place what they have sent, which no view bears.
-        return outgoing[0], *(
+            return hidden
+        return hidden, *(
             _sendable(outgoing[number], slots[number]) for number in range(1, len(slots))
         )
 
@@ -242,7 +244,27 @@ def _take(args: tuple[Any, ...], kwargs: dict[str, Any], path: Any) -> Any:
     return value
 
 
+class _ContiguousGradient(torch.autograd.Function):
+    """The identity, whose gradient can be sent: torch's stages send it as it comes."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient.contiguous()
+
+
+def _with_contiguous_gradient(tensor: torch.Tensor) -> torch.Tensor:
+    if not tensor.requires_grad or not torch.is_grad_enabled():
+        return tensor
+    received: torch.Tensor = _ContiguousGradient.apply(tensor)
+    return received
+
+
 def _sendable(tensor: torch.Tensor, slot: Slot) -> torch.Tensor:
+    """Return a tensor of its own: it may be a slice, or what was received itself."""
     if not slot.shape.requires_grad:
         tensor = tensor.detach()
     return tensor.clone(memory_format=torch.contiguous_format)

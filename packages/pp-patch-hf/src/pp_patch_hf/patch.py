@@ -8,6 +8,8 @@ from torch import nn
 from pp_patch_hf.boundary import Boundary, Gate, place_gates, remove_gate
 from pp_split_hf import Sizes, StagePart, accepts, find_layout, main_output, stage_part
 
+_FIRST_STAGE_ONLY = frozenset({"pixel_values", "pixel_values_videos", "image_sizes"})
+
 
 class PipelinePatch:
     """A patch that is in place; `remove` takes it off."""
@@ -40,6 +42,7 @@ def patch_hf_model_for_pp(
     - first stage: the one stage input is the token ids `[B, S]`;
     - later stages: the stage inputs are what the stage before returned; `input_ids` should be
       passed by keyword, since some architectures read them deep inside (zeros stand in for them);
+      images are ignored, as the vision tower is on the first stage;
     - the last stage returns logits (the last hidden states for a model without a head), every
       other stage hidden states: one tensor, or a tuple that begins with them where the
       architecture's layers take more from earlier ones.
@@ -107,6 +110,8 @@ class _StageForward:
             stage_inputs, input_ids = (input_ids,), None
         if not stage_inputs:
             raise TypeError("a stage needs its input: token ids, or the hidden states received")
+        if not self.part.is_first:  # the encoders that take them are on the first
+            kwargs = {n: value for n, value in kwargs.items() if n not in _FIRST_STAGE_ONLY}
         if self.without_cache:
             kwargs["use_cache"] = False
         ids = stage_inputs[0] if self.part.is_first else self._placeholder_ids(stage_inputs[0])

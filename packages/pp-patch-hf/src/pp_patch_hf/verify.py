@@ -75,7 +75,8 @@ def verify_pipeline(
         model: A whole model with real weights, small enough to run here, or a config to make one
             from. Dropout should be off (`eval()`, or zero in the config): it draws other numbers
             in stages.
-        splits: Layers per stage, one entry per split to try; by default every cut into two.
+        splits: Layers per stage, one entry per split to try; by default every cut into two that the
+            model allows.
         inputs: `input_ids` and whatever else its forward takes; by default random ids [2, 8].
         rtol: The largest error relative to the largest value that counts as exact.
 
@@ -90,7 +91,7 @@ def verify_pipeline(
     validate_hf_model_for_pipeline_support(model)
     layout = find_layout(model)
     if splits is None:
-        splits = [(cut, layout.num_layers - cut) for cut in range(layout.num_layers + 1)]
+        splits = [(cut, layout.num_layers - cut) for cut in layout.trace.cuts]
     if inputs is None:
         generator = torch.Generator().manual_seed(0)
         vocab_size = model.config.get_text_config().vocab_size  # type: ignore[union-attr, operator]

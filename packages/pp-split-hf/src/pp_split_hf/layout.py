@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from pp_split_hf.image_layers import keep_first_layers_together, layers_that_take_images
 from pp_split_hf.trace import ForwardTrace, trace_forward
 
 
@@ -96,6 +97,8 @@ def find_layout(model: nn.Module, dtype: torch.dtype | None = None) -> ModelLayo
             unplaceable.append((name, "a parameter that is used before and after a layer"))
         else:
             roles["embeddings" if where == "before" else "norms"].append(name)
+    if roles["multimodal_encoders"]:
+        trace = keep_first_layers_together(trace, layers_that_take_images(model, layers))
     return ModelLayout(
         layers,
         num_layers,

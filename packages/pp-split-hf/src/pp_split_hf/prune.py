@@ -106,7 +106,8 @@ def _build(
             _drop_parameter(part, fqn)
     for module in part.modules():
         if isinstance(module, PreTrainedModel) and next(module.parameters(), None) is None:
-            _fix_dtype(module, layout.trace.crossings[0].slots[0].shape.dtype, sizes)
+            dtype = layout.trace.crossings[0].slots[0].shape.dtype
+            _without_parameters(module, dtype, sizes, is_whole=module is part)
     setattr(
         part,
         _STAGE_PART,
@@ -135,14 +136,20 @@ def _drop_parameter(part: nn.Module, fqn: str) -> None:
     module.register_buffer(name, torch.zeros(shape, dtype=dtype, device="cpu"), persistent=False)
 
 
-def _fix_dtype(module: PreTrainedModel, dtype: torch.dtype, sizes: Sizes) -> None:
-    """Let a model without parameters still say its dtype and device, which it reads off them."""
+def _without_parameters(
+    module: PreTrainedModel, dtype: torch.dtype, sizes: Sizes, is_whole: bool
+) -> None:
+    """Let a model without parameters still say its dtype and device, which are read off them."""
     cls = type(module)
-    properties = {
+    members: dict[str, Any] = {
         "dtype": property(lambda self: dtype),
         "device": property(lambda self: sizes.device or torch.device("cpu")),
     }
-    module.__class__ = type(cls.__name__, (cls,), properties)
+    if not is_whole:  # the whole stage's parameters are the optimizer's
+        members["parameters"] = lambda self, recurse=True: iter(
+            [nn.Parameter(torch.empty(0, dtype=dtype, device=sizes.device))]
+        )
+    module.__class__ = type(cls.__name__, (cls,), members)
 
 
 def _stand_in(model: nn.Module, layout: ModelLayout, fqn: str, sizes: Sizes) -> nn.Module:
