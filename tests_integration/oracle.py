@@ -94,9 +94,11 @@ def _whole_loss(
         part = batch  # of images, which have other rows, only the whole is known to fit
         if case.by_microbatch:
             part = {name: value[start : start + rows] for name, value in batch.items()}
-        logits = model(**part, use_cache=False).logits
+        output = model(**part, use_cache=False)
         labels = target[start : start + rows]
-        loss = token_sum(logits, labels) / (target != -100).sum()
+        loss = token_sum(output.logits, labels) / (target != -100).sum()
+        if getattr(model.config, "output_router_logits", False):
+            loss = loss + model.config.router_aux_loss_coef * output.aux_loss * rows / case.rows
         loss.backward()
         total += loss.detach()
     return total

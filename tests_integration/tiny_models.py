@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 from architectures import ROWS, make_model
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 WINDOW = 4
 
@@ -45,6 +45,19 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 
+def tiny_config(family: str, num_layers: int, **overrides: Any) -> PreTrainedConfig:
+    """Return the config of a family in `FAMILIES`, for any of its model classes."""
+    if family == "gpt2":
+        base = {"vocab_size": 64, "n_embd": 32, "n_head": 4, "n_positions": 64}
+        base |= {"bos_token_id": 1, "eos_token_id": 2, "n_layer": num_layers}
+    else:
+        base = {**_LLAMA_LIKE, "num_hidden_layers": num_layers}
+    settings = {**base, "tie_word_embeddings": False, **FAMILIES[family], **overrides}
+    config = AutoConfig.for_model(family, **settings)
+    assert isinstance(config, PreTrainedConfig)
+    return config
+
+
 def tiny_model(
     family: str, num_layers: int, dtype: torch.dtype = torch.float64, **overrides: Any
 ) -> PreTrainedModel:
@@ -60,13 +73,7 @@ def tiny_model(
     if family not in FAMILIES:
         row = ROWS[family]
         return make_model({**row, "overrides": {**row["overrides"], **overrides}}).to(dtype).train()
-    if family == "gpt2":
-        base = {"vocab_size": 64, "n_embd": 32, "n_head": 4, "n_positions": 64}
-        base |= {"bos_token_id": 1, "eos_token_id": 2, "n_layer": num_layers}
-    else:
-        base = {**_LLAMA_LIKE, "num_hidden_layers": num_layers}
-    settings = {**base, "tie_word_embeddings": False, **FAMILIES[family], **overrides}
-    config = AutoConfig.for_model(family, **settings)
+    config = tiny_config(family, num_layers, **overrides)
     torch.manual_seed(11)
     model = AutoModelForCausalLM.from_config(config)
     # Norms start as ones and biases as zeros, under which many a fault would not show.

@@ -128,6 +128,8 @@ class BatchLoss:
         self.reduction = reduction
         self.share = share
         self.values: list[torch.Tensor] = []
+        self.take_auxiliary_loss: Callable[[], torch.Tensor | None] = lambda: None
+        self._auxiliary: list[torch.Tensor] = []
         self._counts: list[int] | None = None
         self._losses: list[torch.Tensor] = []
         self._finished: list[int] = []
@@ -137,12 +139,15 @@ class BatchLoss:
         chunks = target.tensor_split(num_microbatches)
         self._counts = torch.stack([(chunk != IGNORED).sum() for chunk in chunks]).tolist()
         self.values = []
+        self._auxiliary = []
 
     def end(self, device: torch.device) -> torch.Tensor:
         """End the batch; return its loss in float64, detached."""
         total = torch.zeros((), device=device, dtype=torch.float64)
         for index, value in enumerate(self.values):
             total += value.double() * self._weight(index)
+        for auxiliary in self._auxiliary:
+            total += auxiliary.double() / len(self._auxiliary)
         self._counts = None
         self._release(range(len(self._losses)))
         self._losses = []
@@ -164,6 +169,11 @@ class BatchLoss:
             # A mean over nothing is NaN and so are its gradients; nothing counts for nothing.
             loss = (output * 0.0).sum()
             self.values.append(loss.detach())
+        auxiliary = self.take_auxiliary_loss()
+        if auxiliary is not None:
+            # A model computes it over one microbatch; the batch has their mean.
+            self._auxiliary.append(auxiliary.detach())
+            loss = loss + scale_gradient(auxiliary, 1.0 / len(self._counts)).to(loss)
         self._losses.append(loss)
         if loss.requires_grad:
             # The hook knows a number and not the loss, which would keep itself alive.

@@ -12,6 +12,7 @@ from torch.distributed.pipelining import PipelineStage
 
 from pp_autopipeline.checks import mesh_problems, order_problems, refuse, schedule_problems
 from pp_autopipeline.config import PipelineConfig
+from pp_autopipeline.loss import BatchLoss
 from pp_patch_hf import patch_hf_model_for_pp
 from pp_schedule import (
     ScheduleSpec,
@@ -198,7 +199,11 @@ def build_pipeline(
     for part in parts:
         if parallelize is not None:
             parallelize(part)
-        patch_hf_model_for_pp(part, config.patch_inner_model, config.patch_causal_lm_model)
+        patch = patch_hf_model_for_pp(part, config.patch_inner_model, config.patch_causal_lm_model)
+        if isinstance(loss_fn, BatchLoss):
+            loss_fn.take_auxiliary_loss = (
+                patch.take_auxiliary_loss
+            )  # of the last stage, if it is mine
     # 4. torch's stages and schedule around them.
     group = mesh.get_group(pp_axis_name)
     num_stages = len(plan.stage_fqns)

@@ -73,8 +73,10 @@ class Boundary:
                     "taken: the architecture left its layers out"
                 )
         hidden = outgoing[0].contiguous()
-        if not torch.compiler.is_compiling() and hidden._is_view():
-            hidden = hidden.clone()  # torch's stages detach in place what they have sent
+        # torch's stages detach in place what they have sent; compiled code may make any output a
+        # view, and cannot ask.
+        if torch.compiler.is_compiling() or hidden._is_view():
+            hidden = hidden.clone()
         if len(slots) == 1:
             return hidden
         return hidden, *(

@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from pp_patch_hf.boundary import Boundary, Gate, place_gates, remove_gate
+from pp_patch_hf.routers import RouterSums
 from pp_split_hf import Sizes, StagePart, accepts, find_layout, main_output, stage_part
 
 _FIRST_STAGE_ONLY = frozenset({"pixel_values", "pixel_values_videos", "image_sizes"})
@@ -14,9 +15,26 @@ _FIRST_STAGE_ONLY = frozenset({"pixel_values", "pixel_values_videos", "image_siz
 class PipelinePatch:
     """A patch that is in place; `remove` takes it off."""
 
-    def __init__(self, patched: list[nn.Module], gated: list[nn.Module]) -> None:
+    def __init__(
+        self,
+        patched: list[nn.Module],
+        gated: list[nn.Module],
+        routers: RouterSums | None = None,
+    ) -> None:
         self._patched = patched
         self._gated = gated
+        self._routers = routers
+
+    def take_auxiliary_loss(self) -> torch.Tensor | None:
+        """Return the routers' loss of the forward that ran last, times its coefficient.
+
+        On the last stage of a model whose config has `output_router_logits=True`, else None. It is
+        to be added to the loss of that microbatch; it can be taken once.
+        """
+        if self._routers is None or self._routers.last is None:
+            return None
+        sums, self._routers.last = self._routers.last, None
+        return self._routers.loss.coefficient * self._routers.loss.loss(sums)
 
     def remove(self) -> None:
         """Give the model its own forward back."""
@@ -24,7 +42,9 @@ class PipelinePatch:
             del module.forward
         for module in self._gated:
             remove_gate(module)
-        self._patched, self._gated = [], []
+        if self._routers is not None:
+            self._routers.remove()
+        self._patched, self._gated, self._routers = [], [], None
 
 
 def patch_hf_model_for_pp(
@@ -83,19 +103,29 @@ def patch_hf_model_for_pp(
     gated: list[nn.Module] = []
     if boundary is not None:
         gated = place_gates(model, part, boundary)
+    routers = None
+    if boundary is not None and part.layout.router is not None:
+        routers = RouterSums(model, part.layout.router)
     for target in targets:
-        forward = _StageForward(target.forward, part, boundary)
+        forward = _StageForward(target.forward, part, boundary, routers)
         object.__setattr__(target, "forward", forward)
-    return PipelinePatch(targets, gated)
+    return PipelinePatch(targets, gated, routers)
 
 
 class _StageForward:
     """The forward of a patched module."""
 
-    def __init__(self, own_forward: Any, part: StagePart, boundary: Boundary | None) -> None:
+    def __init__(
+        self,
+        own_forward: Any,
+        part: StagePart,
+        boundary: Boundary | None,
+        routers: RouterSums | None,
+    ) -> None:
         self.own_forward = own_forward
         self.part = part
         self.boundary = boundary
+        self.routers = routers
         # A cache would only cost memory, and most configs ask for one.
         self.without_cache = accepts(own_forward, "use_cache")
 
@@ -122,11 +152,29 @@ class _StageForward:
         if self.part.is_first or input_ids is None:
             input_ids = ids
         self.boundary.start(() if self.part.is_first else stage_inputs)
+        if self.routers is not None:
+            self.routers.start()
+            kwargs["output_router_logits"] = False  # it sees but this stage's
         try:
             output = self.own_forward(input_ids=input_ids, **kwargs)
+            if self.routers is not None:
+                self._sum_routers(self.routers, kwargs.get("attention_mask"), ids.device)
         finally:
             outgoing = self.boundary.finish()
         return main_output(output) if self.part.is_last else self.boundary.output(outgoing)
+
+    def _sum_routers(
+        self, routers: RouterSums, attention_mask: torch.Tensor | None, device: torch.device
+    ) -> None:
+        """The sums are the last of what is received and sent; the last stage makes a loss of them."""
+        boundary = self.boundary
+        assert boundary is not None
+        received = boundary.receive(len(boundary.incoming) - 1) if boundary.incoming else None
+        sums = routers.finish(received, attention_mask, device)
+        if boundary.sent is None:
+            routers.last = sums
+        else:
+            boundary.keep(len(boundary.sent.slots) - 1, sums)
 
     def _placeholder_ids(self, hidden: torch.Tensor) -> torch.Tensor:
         crossing = self.part.layout.trace.crossings[self.part.first_layer]

@@ -1,6 +1,7 @@
 """A check of one's own architecture: the whole model against its chained stages, in one process."""
 
 import copy
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -14,6 +15,8 @@ from pp_split_hf import (
     ModelLayout,
     accepts,
     find_layout,
+    find_router_loss,
+    main_output,
     plan_stage_fqns,
     split_model_into_stages,
     validate_hf_model_for_pipeline_support,
@@ -116,21 +119,26 @@ def _stages(model: nn.Module, layout: ModelLayout, counts: Sequence[int]) -> lis
 
 def _run(parts: list[nn.Module], inputs: dict[str, torch.Tensor]) -> Result:
     """Forward through the parts and backward from a fixed projection of the logits."""
+    auxiliary = None
     if len(parts) > 1:
-        for part in parts:
-            patch_hf_model_for_pp(part)
+        patches = [patch_hf_model_for_pp(part) for part in parts]
         crossing: Any = (inputs["input_ids"],)
         for part in parts:
             sent = part(*crossing, **inputs)
             crossing = sent if isinstance(sent, tuple) else (sent,)
         hidden = crossing[0]
+        auxiliary = patches[-1].take_auxiliary_loss()
     else:
         kwargs = {"use_cache": False} if accepts(parts[0].forward, "use_cache") else {}
         output = parts[0](**inputs, **kwargs)
-        hidden = output if isinstance(output, torch.Tensor) else output[0]
+        hidden = main_output(output)
+        router = find_router_loss(parts[0])
+        if router is not None:
+            auxiliary = router.coefficient * output.aux_loss
     generator = torch.Generator().manual_seed(1)
     weights = torch.randn(hidden.shape, generator=generator, dtype=torch.float32)
-    (hidden * weights.to(hidden)).sum().backward()
+    loss = (hidden * weights.to(hidden)).sum()
+    (loss if auxiliary is None else loss + auxiliary).backward()
     gradients = {
         name: parameter.grad
         for part in parts
@@ -141,14 +149,20 @@ def _run(parts: list[nn.Module], inputs: dict[str, torch.Tensor]) -> Result:
 
 
 def _compare(counts: tuple[int, ...], wanted: Result, got: Result) -> CutReport:
-    errors = {name: _error(g, got[1].get(name)) for name, g in wanted[1].items()}
+    # A gradient that cancels out leaves rounding, which is none of a split's business.
+    largest = max((float(g.abs().max()) for g in wanted[1].values() if g.numel()), default=0.0)
+    noise = largest * torch.finfo(wanted[0].dtype).eps / 8
+    errors = {name: _error(g, got[1].get(name), noise) for name, g in wanted[1].items()}
     errors |= {name: float("inf") for name in got[1] if name not in wanted[1]}
     worst = max(errors, key=lambda name: errors[name])
     return CutReport(counts, _error(wanted[0], got[0]), errors[worst], worst)
 
 
-def _error(wanted: torch.Tensor, got: torch.Tensor | None) -> float:
+def _error(wanted: torch.Tensor, got: torch.Tensor | None, noise: float = 0.0) -> float:
     if got is None or got.shape != wanted.shape:
         return float("inf")
-    scale = float(wanted.abs().max()) or 1.0
-    return float((wanted - got).abs().max()) / scale
+    if wanted.numel() == 0:
+        return 0.0
+    difference = float((wanted - got).abs().max())
+    error = 0.0 if difference <= noise else difference / (float(wanted.abs().max()) or 1.0)
+    return float("inf") if math.isnan(error) else error

@@ -12,6 +12,7 @@ from pp_split_hf.plan import (
     spread_over_stages,
 )
 from pp_split_hf.prune import StagePart, split_model_into_stages, stage_part
+from pp_split_hf.router import RouterLoss, find_router_loss, router_modules
 from pp_split_hf.shapes import BoundaryShape
 from pp_split_hf.stand_ins import IdentityStandIn, PassThroughLayer, Sizes, ZeroStandIn
 from pp_split_hf.support import check_pipeline_support, validate_hf_model_for_pipeline_support
@@ -26,6 +27,7 @@ __all__ = [
     "ModelLayout",
     "PassThroughLayer",
     "Place",
+    "RouterLoss",
     "Sizes",
     "Slot",
     "StagePart",
@@ -36,6 +38,7 @@ __all__ = [
     "check_pipeline_support",
     "check_stage_fqns",
     "find_layout",
+    "find_router_loss",
     "find_ties",
     "generate_hf_model_fqn_per_model_part",
     "init_empty_weights",
@@ -43,6 +46,7 @@ __all__ = [
     "main_output",
     "move_stages",
     "plan_stage_fqns",
+    "router_modules",
     "split_model_into_stages",
     "spread_layers",
     "spread_over_stages",

@@ -1,12 +1,14 @@
 """Where the parts of a Hugging Face model are, found by its structure and one traced forward."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
 
+from pp_split_hf.crossing import Slot
 from pp_split_hf.image_layers import keep_first_layers_together, layers_that_take_images
+from pp_split_hf.router import RouterLoss, find_router_loss
 from pp_split_hf.trace import ForwardTrace, trace_forward
 
 
@@ -35,6 +37,9 @@ class ModelLayout:
     """FQN and reason of everything that belongs to no one stage."""
     trace: ForwardTrace
     """The forward that told."""
+    router: RouterLoss | None = None
+    """The auxiliary loss of its routers, if its config asks for one; then its sums are the last
+    slot of every crossing."""
 
     @property
     def layer_fqns(self) -> tuple[str, ...]:
@@ -97,6 +102,12 @@ def find_layout(model: nn.Module, dtype: torch.dtype | None = None) -> ModelLayo
             unplaceable.append((name, "a parameter that is used before and after a layer"))
         else:
             roles["embeddings" if where == "before" else "norms"].append(name)
+    router = find_router_loss(model)
+    if router is not None:
+        slot = Slot(router.shape, ())
+        trace = replace(
+            trace, crossings=tuple(replace(c, slots=(*c.slots, slot)) for c in trace.crossings)
+        )
     if roles["multimodal_encoders"]:
         trace = keep_first_layers_together(trace, layers_that_take_images(model, layers))
     return ModelLayout(
@@ -105,6 +116,7 @@ def find_layout(model: nn.Module, dtype: torch.dtype | None = None) -> ModelLayo
         between=tuple(between),
         unplaceable=tuple(unplaceable),
         trace=trace,
+        router=router,
         **{role: tuple(fqns) for role, fqns in roles.items()},
     )
 

@@ -159,4 +159,4 @@ def _stand_in(model: nn.Module, layout: ModelLayout, fqn: str, sizes: Sizes) -> 
         return PassThroughLayer(module, trace.hidden_keyword, trace.outputs.get(fqn))
     if fqn in layout.embeddings or fqn in dict(layout.between):
         return ZeroStandIn(module, trace.outputs[fqn], sizes)
-    return IdentityStandIn(module)
+    return IdentityStandIn(module, trace.outputs.get(fqn))

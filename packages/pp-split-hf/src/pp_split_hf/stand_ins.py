@@ -114,8 +114,23 @@ class ZeroStandIn(StandIn):
 
 
 class IdentityStandIn(StandIn):
-    """A module that runs after the layers, or never: returns its first argument."""
+    """A module that runs after the layers, or never: returns its first argument.
+
+    A narrow head, such as one with two outputs per token, is taken apart by name behind it, so the
+    argument is cut to its width. It is never widened: logits would cost what they cost.
+
+    Args:
+        replaced: The module.
+        returned: What it returned in the trace.
+    """
+
+    def __init__(self, replaced: nn.Module, returned: Any = None) -> None:
+        super().__init__(replaced)
+        last = returned.dims[-1:] if isinstance(returned, BoundaryShape) else ()
+        self.width = next((d.offset for d in last if not d.slope and not d.batch), None)
 
     def forward(self, x: Any = None, *args: Any, **kwargs: Any) -> Any:
-        """Return `x`."""
-        return x
+        """Return `x`, or the first of its channels."""
+        if self.width is None or not isinstance(x, torch.Tensor) or not x.ndim:
+            return x
+        return x if x.shape[-1] <= self.width else x[..., : self.width]

@@ -1,7 +1,7 @@
 """One forward on fake tensors: what a model runs, in which order, and what crosses where."""
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -68,7 +68,9 @@ def trace_forward(
     """
     short = _record(model, layers, units, dtype, LENGTHS[0])
     result = short.result(model)
-    if _leaves_lengths_open(result):
+    # A width that is the very length, as of a head with 13 labels, would be taken for it.
+    is_a_width = any(LENGTHS[0] in parameter.shape for parameter in model.parameters())
+    if is_a_width or _leaves_lengths_open(result):
         long = _record(model, layers, units, dtype, LENGTHS[1]).result(model)
         return _with_shapes(result, long)
     return _with_shapes(result, None)
@@ -220,22 +222,41 @@ class _Recorder:
 def main_output(output: Any) -> torch.Tensor:
     """Return the logits, else the last hidden states, of what an architecture's forward returned.
 
+    The two logits of question answering, of a span's start and end, are returned as one tensor
+    `[B, S, 2]`, as the head computed them.
+
     Raises:
         TypeError: If there are none.
+        ValueError: If there are several and one alone would be returned.
     """
     if isinstance(output, torch.Tensor):
         return output
+    if isinstance(output, Mapping):
+        named = {name: value for name, value in output.items() if isinstance(value, torch.Tensor)}
+        logits = [name for name in named if name.endswith("logits")]
+        if logits == ["start_logits", "end_logits"]:
+            return torch.stack([named[name] for name in logits], dim=-1)
+        _only(logits)
     for name in ("logits", "last_hidden_state"):
         value = getattr(output, name, None)
         if isinstance(value, torch.Tensor):
             return value
     if isinstance(output, tuple) and output and isinstance(output[0], torch.Tensor):
+        _only([f"output[{i}]" for i, each in enumerate(output) if isinstance(each, torch.Tensor)])
         return output[0]
     raise TypeError(
         f"the model's forward returned a {type(output).__name__} without logits or "
         "last_hidden_state; a stage must return a tensor. If its forward is made for stages, set "
         "patch_causal_lm_model=False"
     )
+
+
+def _only(names: Sequence[str]) -> None:
+    if len(names) > 1:
+        raise ValueError(
+            f"the model's forward returns more than one tensor ({', '.join(names)}); the last "
+            "stage returns one"
+        )
 
 
 def _traced(crossing: Crossing, flow: Flow) -> Crossing:
