@@ -58,16 +58,34 @@ def integration(session: nox.Session) -> None:
     """Several ranks, several packages; parity has a session of its own."""
     session.run(
         "python", "-m", "pytest", "-q", "tests_integration", "--durations=5",
-        "--ignore=tests_integration/test_parity.py", *session.posargs,
+        "--ignore=tests_integration/test_parity.py",
+        "--ignore=tests_integration/test_architectures.py", *session.posargs,
     )  # fmt: skip
 
 
 @nox.session(venv_backend="none")
 def parity(session: nox.Session) -> None:
-    """Pipelined against unsplit, architecture by architecture and schedule by schedule."""
-    session.run(
-        "python", "-m", "pytest", "-q", "tests_integration/test_parity.py", *session.posargs
-    )
+    """Pipelined against unsplit: schedules on several ranks, architectures in one process.
+
+    With `-- --all` every architecture of Transformers' mapping instead, and its table in docs.
+    """
+    tests = "tests_integration/test_architectures.py"
+    if "--all" not in session.posargs:
+        session.run(
+            "python", "-m", "pytest", "-q", "tests_integration/test_parity.py", tests,
+            *session.posargs,
+        )  # fmt: skip
+        return
+    found = tempfile.mkdtemp()
+    rest = [argument for argument in session.posargs if argument != "--all"]
+    env = {
+        "PP_ALL_ARCHITECTURES": "1",
+        "PP_ARCHITECTURE_TABLE": found,
+        "OMP_NUM_THREADS": "1",  # one core for each of the two workers
+    }
+    session.run("python", "-m", "pytest", "-q", "-n", "2", tests, *rest, env=env)
+    table = "tests_integration/architecture_table.py"
+    session.run("python", table, found, "docs/architectures.md")
 
 
 @nox.session(venv_backend="none")

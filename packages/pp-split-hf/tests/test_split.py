@@ -188,6 +188,11 @@ def test_what_stand_ins_return() -> None:
         assert not out.any()
         assert nothing is None
     assert IdentityStandIn(nn.Linear(8, 8))(states, 3, key=4) is states
+    for width, wanted in ((8, 8), (2, 2), (40, 8)):
+        dims = (Dim(1, 0, True), Dim(0, 1, False), Dim(width, 0, False))
+        shape = BoundaryShape(dims, states.dtype)
+        got = IdentityStandIn(nn.Linear(8, width), shape)(states)
+        assert torch.equal(got, states[..., :wanted])
     assert PassThroughLayer(nn.Linear(8, 8), None)(states, mask=None) is states
     assert PassThroughLayer(nn.Linear(8, 8), "states")(states=states, mask=None) is states
     [out] = PassThroughLayer(nn.Linear(8, 8), None, (shape,))(states)

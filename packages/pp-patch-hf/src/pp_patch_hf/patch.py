@@ -61,11 +61,13 @@ def patch_hf_model_for_pp(
 
     - first stage: the one stage input is the token ids `[B, S]`;
     - later stages: the stage inputs are what the stage before returned; `input_ids` should be
-      passed by keyword, since some architectures read them deep inside (zeros stand in for them);
+      passed by keyword, since some architectures read them deep inside, and a classifier of
+      sequences finds each row's last token by them (zeros stand in for them);
       images are ignored, as the vision tower is on the first stage;
-    - the last stage returns logits (the last hidden states for a model without a head), every
-      other stage hidden states: one tensor, or a tuple that begins with them where the
-      architecture's layers take more from earlier ones.
+    - the last stage returns logits (the last hidden states for a model without a head; for question
+      answering those of start and end as one tensor `[B, S, 2]`), every other stage hidden states:
+      one tensor, or a tuple that begins with them where the architecture's layers take more from
+      earlier ones.
 
     Patch after activation checkpointing is applied, so that the boundary stays outside of what is
     run again.

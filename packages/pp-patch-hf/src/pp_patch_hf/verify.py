@@ -71,6 +71,7 @@ def verify_pipeline(
     splits: Sequence[Sequence[int]] | None = None,
     inputs: dict[str, torch.Tensor] | None = None,
     rtol: float = 1e-5,
+    layout: ModelLayout | None = None,
 ) -> VerifyReport:
     """Compare a model with its chained stages: logits and every gradient, in one process.
 
@@ -82,6 +83,7 @@ def verify_pipeline(
             model allows.
         inputs: `input_ids` and whatever else its forward takes; by default random ids [2, 8].
         rtol: The largest error relative to the largest value that counts as exact.
+        layout: Of the model, if known already; then it is not asked whether it can be cut.
 
     Returns:
         A report; printed, it is a table.
@@ -91,8 +93,9 @@ def verify_pipeline(
     """
     if isinstance(model, PretrainedConfig):
         model = cast(nn.Module, AutoModelForCausalLM.from_config(model).eval())
-    validate_hf_model_for_pipeline_support(model)
-    layout = find_layout(model)
+    if layout is None:
+        validate_hf_model_for_pipeline_support(model)
+        layout = find_layout(model)
     if splits is None:
         splits = [(cut, layout.num_layers - cut) for cut in layout.trace.cuts]
     if inputs is None:

@@ -3,7 +3,7 @@
 import os
 import signal
 import sys
-from typing import Any
+from typing import Any, NoReturn
 
 import click
 
@@ -64,10 +64,58 @@ def train(**values: Any) -> None:
     try:
         _train(TrainOptions(**values))
     except OptionsError as error:
-        if os.environ.get("RANK", "0") == "0":
-            for problem in error.problems:
-                click.echo(f"Error: {problem}", err=True)
-        sys.exit(2)
+        _refuse(error)
+
+
+@cli.command()
+@click.argument("model")
+@click.option(
+    "--stages", type=click.IntRange(2), help="Try splits into so many stages too, 20 at most."
+)
+@click.option(
+    "--layers",
+    type=click.IntRange(1),
+    help="Layers of the tiny copy.  [default: as few as show every kind of layer]",
+)
+@click.option("--full-size", is_flag=True, help="Take the config as it is, not a tiny copy of it.")
+@click.option("--trust-remote-code", is_flag=True, help="Run the code that the model brings.")
+@click.option(
+    "--import",
+    "imports",
+    multiple=True,
+    metavar="MODULE_OR_FILE",
+    help="Import this first: a module, or a .py file, that registers its own architecture.",
+)
+def verify(**values: Any) -> None:
+    """Compare MODEL with its pipeline stages: is every cut exact?
+
+    MODEL is a folder with a config.json, a model type such as qwen3_moe, or a hub id that is in the
+    local cache. No weights are read: a tiny random copy of the model runs whole and in stages, in
+    this process. Exit code 0: all exact; 1: not; 2: no such model, or it cannot be cut.
+    """
+    if values["full_size"] and values["layers"] is not None:
+        raise click.UsageError("--layers is for the tiny copy: leave out it or --full-size")
+    try:
+        exact = _verify(values)
+    except OptionsError as error:
+        _refuse(error)
+    sys.exit(0 if exact else 1)
+
+
+def _verify(values: dict[str, Any]) -> bool:
+    from transformers.utils import logging
+
+    from pp_recipe.verify import VerifyOptions, verify
+
+    logging.set_verbosity_error()  # about token ids and the like, which a tiny copy has otherwise
+    return verify(VerifyOptions(**values), click.echo)
+
+
+def _refuse(error: OptionsError) -> NoReturn:
+    if os.environ.get("RANK", "0") == "0":
+        for problem in error.problems:
+            click.echo(f"Error: {problem}", err=True)
+    sys.exit(2)
 
 
 def _train(options: TrainOptions) -> None:
