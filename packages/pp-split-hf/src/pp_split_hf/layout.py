@@ -74,16 +74,19 @@ def find_layout(model: nn.Module, dtype: torch.dtype | None = None) -> ModelLayo
             are.
         RuntimeError: If its forward cannot be traced.
     """
-    layers, is_counted = _find_layer_list(model)
-    num_layers = len(model.get_submodule(layers))  # type: ignore[arg-type]
-    units = list(_units(model, layers))
-    layer_fqns = [f"{layers}.{i}" for i in range(num_layers)]
-    try:
-        trace = trace_forward(model, layer_fqns, units, dtype)
-    except RuntimeError as error:
-        if is_counted:
-            raise
-        raise ValueError(f"{_no_layers(model)}; taking {layers!r} for it, {error}") from error
+    candidates = _layer_lists(model)
+    for layers in candidates:
+        num_layers = len(model.get_submodule(layers))  # type: ignore[arg-type]
+        units = list(_units(model, layers))
+        layer_fqns = [f"{layers}.{i}" for i in range(num_layers)]
+        try:
+            trace = trace_forward(model, layer_fqns, units, dtype)
+        except RuntimeError as error:
+            if num_layers == _lists_and_count(model)[1]:
+                raise
+            raise ValueError(f"{_no_layers(model)}; taking {layers!r} for it, {error}") from error
+        if not {*layer_fqns}.isdisjoint(trace.order):
+            break  # a vision tower of as many layers does not run for text
     roles: dict[str, list[str]] = {
         role: [] for role in ("embeddings", "multimodal_encoders", "norms", "heads", "shared")
     }
@@ -127,8 +130,8 @@ def containers_of(layers: str) -> list[str]:
     return [".".join(names[:depth]) for depth in range(len(names))]
 
 
-def _find_layer_list(model: nn.Module) -> tuple[str, bool]:
-    """Return the list of layers, and whether it has as many as the config tells."""
+def _layer_lists(model: nn.Module) -> list[str]:
+    """Return the lists that may be the decoder's layers, the most likely first."""
     lists, wanted = _lists_and_count(model)
     # Some count otherwise (two attentions to a layer): then the largest list must do, and the trace
     # shows whether it is a chain.
@@ -137,8 +140,8 @@ def _find_layer_list(model: nn.Module) -> tuple[str, bool]:
     )
     if not fitting:
         raise ValueError(_no_layers(model))
-    largest: str = max(fitting, key=lambda fqn: sum(p.numel() for p in lists[fqn].parameters()))
-    return largest, len(lists[largest]) == wanted
+    sizes = {fqn: sum(p.numel() for p in lists[fqn].parameters()) for fqn in fitting}
+    return sorted(fitting, key=lambda fqn: -sizes[fqn])
 
 
 def _lists_and_count(model: nn.Module) -> tuple[dict[str, nn.ModuleList], int | None]:

@@ -42,10 +42,23 @@ class StandIn(nn.Module):
             object.__setattr__(self, "weight", torch.empty(0, dtype=weight.dtype, device="meta"))
         inner = {name: StandIn(child) for name, child in replaced.named_children()}
         object.__setattr__(self, "_inner", inner)
+        object.__setattr__(self, "_replaced_class", type(replaced))
 
     def __getattr__(self, name: str) -> Any:
         inner = vars(self).get("_inner", {})
-        return inner[name] if name in inner else super().__getattr__(name)
+        if name in inner:
+            return inner[name]
+        if not name.startswith("_") and callable(
+            getattr(vars(self).get("_replaced_class"), name, None)
+        ):
+            # Methods by which a model sets up its layers have nothing to do here; a dict of
+            # modules tells its keys.
+            return getattr(inner, name) if name == "keys" else _do_nothing
+        return super().__getattr__(name)
+
+
+def _do_nothing(*args: Any, **kwargs: Any) -> None:
+    """What a stand-in's methods do."""
 
 
 def _attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:

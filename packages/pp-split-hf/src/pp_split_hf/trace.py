@@ -117,9 +117,10 @@ def _record(
             kwargs = {"use_cache": False} if accepts(model.forward, "use_cache") else {}
             recorder.finish(functional_call(model, tensors, (), {"input_ids": ids, **kwargs}))
     except Exception as error:
+        said = str(error).strip().partition("\n")[0]  # torch adds pages of advice
         raise RuntimeError(
             f"cannot follow the forward of {type(model).__name__} on fake tensors: "
-            f"{type(error).__name__}: {error}"
+            f"{type(error).__name__}: {said}"
         ) from error
     finally:
         for handle in handles:
