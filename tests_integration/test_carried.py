@@ -1,10 +1,12 @@
 """Architectures whose layers take more than hidden states, in training on several ranks.
 
 Embeddings, per-layer inputs, keys and values, router states and indices cross the boundaries
-beside the hidden states, or hidden states have an odd shape, or layers must stay together.
+beside the hidden states, or hidden states have an odd shape, or layers must stay together. On four
+ranks all schedules run with `PP_ALL_ARCHITECTURES=1`, else one for each architecture.
 """
 
 import math
+import os
 from functools import cache
 
 import pytest
@@ -48,9 +50,15 @@ def whole(name: str) -> Run:
     return run_whole(make_case(name, "1f1b", 1))
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
-@pytest.mark.parametrize("schedule", ["1f1b", "interleaved_1f1b", "v_schedule"])
-@pytest.mark.parametrize("name", NAMES)
+SCHEDULES = ("1f1b", "interleaved_1f1b", "v_schedule")
+CASES = [(name, schedule, 2) for name in NAMES for schedule in SCHEDULES]
+if os.environ.get("PP_ALL_ARCHITECTURES"):
+    CASES += [(name, schedule, 4) for name in NAMES for schedule in SCHEDULES]
+else:  # each architecture once, the schedules in turn
+    CASES += [(name, SCHEDULES[i % 3], 4) for i, name in enumerate(NAMES)]
+
+
+@pytest.mark.parametrize(("name", "schedule", "world_size"), CASES)
 def test_exact(ranks: RankPool, name: str, schedule: str, world_size: int) -> None:
     case = make_case(name, schedule, world_size * (1 if schedule == "1f1b" else 2))
     runs = ranks.run(world_size, run_rank, case, timeout=180)

@@ -38,8 +38,7 @@ class StandIn(nn.Module):
                 setattr(self, name, value)
         weight = getattr(replaced, "weight", None)
         if isinstance(weight, torch.Tensor):
-            # Not registered: a stand-in adds nothing to the stage's state dict.
-            object.__setattr__(self, "weight", torch.empty(0, dtype=weight.dtype, device="meta"))
+            object.__setattr__(self, "_weight_like", (weight.shape, weight.dtype))
         inner = {name: StandIn(child) for name, child in replaced.named_children()}
         object.__setattr__(self, "_inner", inner)
         object.__setattr__(self, "_replaced_class", type(replaced))
@@ -48,6 +47,8 @@ class StandIn(nn.Module):
         inner = vars(self).get("_inner", {})
         if name in inner:
             return inner[name]
+        if name == "weight" and "_weight_like" in vars(self):
+            return self._stand_in_weight(*vars(self)["_weight_like"])
         if not name.startswith("_") and callable(
             getattr(vars(self).get("_replaced_class"), name, None)
         ):
@@ -55,6 +56,10 @@ class StandIn(nn.Module):
             # modules tells its keys.
             return getattr(inner, name) if name == "keys" else _do_nothing
         return super().__getattr__(name)
+
+    def _stand_in_weight(self, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+        # Not registered: a stand-in adds nothing to the stage's state dict.
+        return torch.empty(0, dtype=dtype, device="meta")
 
 
 def _do_nothing(*args: Any, **kwargs: Any) -> None:
@@ -106,6 +111,10 @@ class ZeroStandIn(StandIn):
         super().__init__(replaced)
         self.returned = returned
         self.sizes = sizes
+
+    def _stand_in_weight(self, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+        # Zeros without storage, for models that read a row of a table without calling it.
+        return torch.zeros((), dtype=dtype, device=self.sizes.device).expand(shape)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return zeros for the batch at hand; what the arguments say matters only without one."""
