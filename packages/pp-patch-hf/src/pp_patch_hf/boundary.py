@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from pp_patch_hf.torch_private import is_view
 from pp_split_hf import Crossing, Place, Slot, StagePart
 
 Where = tuple[int, tuple[Any, ...], bool]
@@ -75,7 +76,7 @@ class Boundary:
         hidden = outgoing[0].contiguous()
         # torch's stages detach in place what they have sent; compiled code may make any output a
         # view, and cannot ask.
-        if torch.compiler.is_compiling() or hidden._is_view():
+        if torch.compiler.is_compiling() or is_view(hidden):
             hidden = hidden.clone()
         if len(slots) == 1:
             return hidden

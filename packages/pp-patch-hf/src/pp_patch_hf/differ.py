@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from pp_patch_hf.patch import patch_hf_model_for_pp
-from pp_patch_hf.verify import _error, _stages
+from pp_patch_hf.verify import chained_stages, relative_error
 from pp_split_hf import ModelLayout, accepts, find_layout, main_output, plan_stage_fqns
 from pp_split_hf.shapes import tensors_in
 
@@ -59,7 +59,7 @@ def first_difference(
     layout = find_layout(model)
     owner = _owners(layout, layer_counts)
     whole = copy.deepcopy(model)
-    stages = _stages(model, layout, layer_counts)
+    stages = chained_stages(model, layout, layer_counts)
     wanted: dict[_Call, list[torch.Tensor]] = {}
     got: dict[_Call, list[torch.Tensor]] = {}
     _record(whole, lambda fqn: owner(fqn) is not None, wanted)
@@ -131,4 +131,4 @@ def _largest_error(wanted: list[torch.Tensor], got: list[torch.Tensor] | None) -
     if got is None or len(got) != len(wanted):
         return float("inf")
     pairs = zip(wanted, got, strict=True)
-    return max((_error(a.float(), b.float()) for a, b in pairs), default=0.0)
+    return max((relative_error(a.float(), b.float()) for a, b in pairs), default=0.0)

@@ -107,14 +107,17 @@ def verify_pipeline(
     wanted = _run([copy.deepcopy(model)], inputs)
     cuts = []
     for counts in splits:
-        cuts.append(_compare(tuple(counts), wanted, _run(_stages(model, layout, counts), inputs)))
+        cuts.append(
+            _compare(tuple(counts), wanted, _run(chained_stages(model, layout, counts), inputs))
+        )
     return VerifyReport(tuple(cuts), rtol)
 
 
 Result = tuple[torch.Tensor, dict[str, torch.Tensor]]
 
 
-def _stages(model: nn.Module, layout: ModelLayout, counts: Sequence[int]) -> list[nn.Module]:
+def chained_stages(model: nn.Module, layout: ModelLayout, counts: Sequence[int]) -> list[nn.Module]:
+    """Return the stages of a copy of a model."""
     copied = copy.deepcopy(model)
     plan = plan_stage_fqns(layout, counts)
     return split_model_into_stages(copied, plan, range(len(plan)), layout)
@@ -155,13 +158,14 @@ def _compare(counts: tuple[int, ...], wanted: Result, got: Result) -> CutReport:
     # A gradient that cancels out leaves rounding, which is none of a split's business.
     largest = max((float(g.abs().max()) for g in wanted[1].values() if g.numel()), default=0.0)
     noise = largest * torch.finfo(wanted[0].dtype).eps / 8
-    errors = {name: _error(g, got[1].get(name), noise) for name, g in wanted[1].items()}
+    errors = {name: relative_error(g, got[1].get(name), noise) for name, g in wanted[1].items()}
     errors |= {name: float("inf") for name in got[1] if name not in wanted[1]}
     worst = max(errors, key=lambda name: errors[name])
-    return CutReport(counts, _error(wanted[0], got[0]), errors[worst], worst)
+    return CutReport(counts, relative_error(wanted[0], got[0]), errors[worst], worst)
 
 
-def _error(wanted: torch.Tensor, got: torch.Tensor | None, noise: float = 0.0) -> float:
+def relative_error(wanted: torch.Tensor, got: torch.Tensor | None, noise: float = 0.0) -> float:
+    """Return the largest difference over the largest value wanted; none if it is below `noise`."""
     if got is None or got.shape != wanted.shape:
         return float("inf")
     if wanted.numel() == 0:

@@ -60,7 +60,7 @@ class Flow:
     ) -> None:
         self.calls = calls
         self._made = made
-        self._parameters = parameters
+        self._parameter_names = parameters
         self._begins = [call.begin for call in calls]
         self._reached = self._behind_output()
         self._sources = {
@@ -115,8 +115,8 @@ class Flow:
             parameter = getattr(node, "variable", None)
             if parameter is not None:
                 names |= (
-                    {self._parameters[id(parameter)]}
-                    if id(parameter) in self._parameters
+                    {self._parameter_names[id(parameter)]}
+                    if id(parameter) in self._parameter_names
                     else set()
                 )
                 continue
