@@ -188,31 +188,34 @@ def test_the_first_of_several_tensors_is_never_all_that_is_returned() -> None:
         main_output((first, None, second))
 
 
-# --- a sequence classifier in training on two ranks
+# --- in training on two ranks, with a label or a span per row
 
 Trained = tuple[list[float], dict[str, torch.Tensor]]
 COUNTS = {"1f1b": (3, 1), "interleaved_1f1b": (1, 2, 0, 1), "v_schedule": (1, 1, 2, 0)}
+LENGTH = 10
 
 
-def row_mean(logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+def per_row_mean(logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """Of classes `[rows]` for logits `[rows, classes]`, or of spans `[rows, 2]` for positions."""
     return F.cross_entropy(logits, target)
 
 
-def labelled(step: int) -> dict[str, Any]:
-    """Eight rows with a label each, of which one does not count."""
-    target = torch.randint(NUM_LABELS, (8,), generator=torch.Generator().manual_seed(step))
+def labelled(suffix: str, step: int) -> dict[str, Any]:
+    """Eight rows with a class or a span each, of which one does not count."""
+    shape, limit = ((8,), NUM_LABELS) if suffix == "ForSequenceClassification" else ((8, 2), LENGTH)
+    target = torch.randint(limit, shape, generator=torch.Generator().manual_seed(step))
     target[2] = -100
     return {**padded("left" if step else "right", 8, seed=step), "target": target}
 
 
-def train_whole(family: str) -> Trained:
-    model = make_model(family, "ForSequenceClassification").train()
+def train_whole(family: str, suffix: str) -> Trained:
+    model = make_model(family, suffix).train()
     optimizer = make_optimizer([model], torch.float64)
     losses = []
     for step in range(2):
-        batch = labelled(step)
+        batch = labelled(suffix, step)
         target = batch.pop("target")
-        loss = row_mean(model(**batch, use_cache=False).logits, target)
+        loss = per_row_mean(main_output(model(**batch, use_cache=False)), target)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -220,8 +223,8 @@ def train_whole(family: str) -> Trained:
     return losses, {name: p.detach() for name, p in model.named_parameters()}
 
 
-def classifier(family: str, schedule: str, **options: Any) -> AutoPipeline:
-    model = make_model(family, "ForSequenceClassification").train()
+def pipeline(family: str, suffix: str, schedule: str) -> AutoPipeline:
+    model = make_model(family, suffix).train()
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("pp",))
     plan = plan_stage_fqns(find_layout(model), COUNTS[schedule])
     return AutoPipeline(
@@ -230,16 +233,15 @@ def classifier(family: str, schedule: str, **options: Any) -> AutoPipeline:
         pp_microbatch_size=2,
         pp_batch_size=8,
         module_fqns_per_model_part=plan,
-        **options,
-    ).build(model, loss_fn=row_mean)
+    ).build(model, loss_fn=per_row_mean)
 
 
-def train_rank(family: str, schedule: str) -> Trained:
-    ap = classifier(family, schedule, loss_reduction="mean")
+def train_rank(family: str, suffix: str, schedule: str) -> Trained:
+    ap = pipeline(family, suffix, schedule)
     optimizer = make_optimizer(ap.parts, torch.float64)
     losses = []
     for step in range(2):
-        loss = ap.step(**labelled(step)).loss
+        loss = ap.step(**labelled(suffix, step)).loss
         assert loss is not None
         optimizer.step()
         optimizer.zero_grad()
@@ -248,10 +250,11 @@ def train_rank(family: str, schedule: str) -> Trained:
 
 
 @pytest.mark.parametrize("schedule", COUNTS)
+@pytest.mark.parametrize("suffix", ["ForSequenceClassification", "ForQuestionAnswering"])
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
-def test_a_label_per_row(ranks: RankPool, family: str, schedule: str) -> None:
-    losses, weights = train_whole(family)
-    runs = ranks.run(2, train_rank, family, schedule)
+def test_a_target_per_row(ranks: RankPool, family: str, suffix: str, schedule: str) -> None:
+    losses, weights = train_whole(family, suffix)
+    runs = ranks.run(2, train_rank, family, suffix, schedule)
     got = {name: weight for _, each in runs for name, weight in each.items()}
     assert runs[0][0] == runs[1][0] == pytest.approx(losses, rel=1e-9)
     assert got.keys() == weights.keys()
@@ -259,12 +262,28 @@ def test_a_label_per_row(ranks: RankPool, family: str, schedule: str) -> None:
         torch.testing.assert_close(got[name], weight, rtol=1e-9, atol=1e-9, msg=name)
 
 
-def probe_the_loss() -> str:
-    with pytest.raises(ValueError, match="loss_fn cannot be called") as caught:
-        classifier("llama", "1f1b")
-    return str(caught.value)
+def give_wrong_targets() -> list[str]:
+    said = []
+    for suffix, target in (
+        ("ForSequenceClassification", torch.zeros(8, LENGTH, dtype=torch.long)),
+        ("ForSequenceClassification", torch.full((8,), NUM_LABELS)),
+        ("ForQuestionAnswering", torch.zeros(8, LENGTH, dtype=torch.long)),
+        ("ForQuestionAnswering", torch.full((8, 2), LENGTH)),
+    ):
+        with pytest.raises(ValueError, match="cannot run this batch") as caught:
+            pipeline("llama", suffix, "1f1b").step(**{**labelled(suffix, 0), "target": target})
+        said.append(str(caught.value).partition("\n")[2].strip())
+    return said
 
 
-def test_a_loss_with_a_label_per_row_must_be_said_to_be_a_mean(ranks: RankPool) -> None:
-    for message in ranks.run(2, probe_the_loss):
-        assert "say what it is with loss_reduction='mean' or loss_reduction='sum'" in message
+def test_targets_of_another_head(ranks: RankPool) -> None:
+    for said in ranks.run(2, give_wrong_targets):
+        assert said == [
+            "target has shape (8, 10), and the model gives 3 numbers per row: the target is "
+            "[rows], or [rows, 3]",
+            "target has values from 3 to 3; the model takes 0 to 2, or -100 for what does not count",
+            "target has shape (8, 10), and the model finds a span in each row: the target is "
+            "[rows, 2], start and end",
+            "target has values from 10 to 10; the model takes 0 to 9, or -100 for what does not "
+            "count",
+        ]

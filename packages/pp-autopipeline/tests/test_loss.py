@@ -6,6 +6,7 @@ import torch.nn.functional as F
 
 from pp_autopipeline import find_loss_reduction
 from pp_autopipeline.loss import BatchLoss
+from pp_autopipeline.loss_probe import TargetKind
 
 CPU = torch.device("cpu")
 Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -52,6 +53,26 @@ def shifting(logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("num_classes", [2, 64, 1000])
 def test_reduction(loss_fn: Loss, wanted: str, num_classes: int) -> None:
     assert find_loss_reduction(loss_fn, num_classes, CPU) == wanted
+
+
+def span_mean(logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(logits, target)  # over the positions, for start and end
+
+
+@pytest.mark.parametrize("kind", ["rows", "spans"])
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_reduction_of_targets_per_row(kind: TargetKind, reduction: str) -> None:
+    def loss_fn(logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        assert logits.shape[:1] == target.shape[:1]
+        assert logits.ndim == (2 if kind == "rows" else 3)
+        return F.cross_entropy(logits, target, reduction=reduction)
+
+    assert find_loss_reduction(loss_fn, 2, CPU, kind=kind) == reduction
+
+
+def test_a_loss_that_clamps_what_does_not_count() -> None:
+    with pytest.raises(ValueError, match="neither a mean nor a sum"):
+        find_loss_reduction(lambda x, y: span_mean(x, y.clamp(0)), 2, CPU, kind="spans")
 
 
 @pytest.mark.parametrize("loss_fn", [mean_of_rows, mean_over_all_positions, shifting])

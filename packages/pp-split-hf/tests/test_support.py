@@ -4,6 +4,10 @@ import pytest
 import torch
 from torch import nn
 from transformers import (
+    BertConfig,
+    BertForMaskedLM,
+    BertForSequenceClassification,
+    BertLMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedModel,
@@ -35,9 +39,27 @@ def test_an_encoder_decoder() -> None:
     with torch.device("meta"):
         model = T5ForConditionalGeneration(config)
     [problem] = check_pipeline_support(model)
-    assert "T5ForConditionalGeneration is an encoder-decoder model" in problem
+    assert "T5Config is of an encoder-decoder model" in problem
     with pytest.raises(ValueError, match="cannot be trained in pipeline stages"):
         validate_hf_model_for_pipeline_support(model)
+
+
+def bert(**settings: bool) -> BertConfig:
+    return BertConfig(
+        vocab_size=32, hidden_size=16, num_hidden_layers=2, num_attention_heads=2,
+        intermediate_size=16, **settings,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("head", [BertForSequenceClassification, BertForMaskedLM])
+def test_an_encoder(head: type[PreTrainedModel]) -> None:
+    [problem] = check_pipeline_support(head(bert(is_decoder=False)))
+    assert "BertConfig is of an encoder-only model" in problem
+    assert "is_decoder=True" in problem
+
+
+def test_an_encoder_as_a_decoder() -> None:
+    assert check_pipeline_support(BertLMHeadModel(bert(is_decoder=True))) == []
 
 
 def test_a_model_without_layers() -> None:

@@ -3,7 +3,7 @@
 from pp_autopipeline.autopipeline import AutoPipeline, AutoPipelineInfo, StepOutput
 from pp_autopipeline.config import PipelineConfig
 from pp_autopipeline.functional import pipeline_model
-from pp_autopipeline.loss import find_loss_reduction
+from pp_autopipeline.loss_probe import find_loss_reduction
 from pp_autopipeline.pipeline import ParallelizeFnProtocol
 from pp_autopipeline.stage_summary import StageSummary
 from pp_mesh import DistInfo, ParallelSizes, build_mesh, initialize_distributed

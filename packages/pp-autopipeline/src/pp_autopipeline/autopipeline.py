@@ -15,8 +15,8 @@ from pp_autopipeline.checks import field_problems, mesh_problems, refuse, warn_o
 from pp_autopipeline.config import PipelineConfig
 from pp_autopipeline.devices import resolve_device
 from pp_autopipeline.execution import Execution, StepOutput
-from pp_autopipeline.loss import (
-    BatchLoss,
+from pp_autopipeline.loss import BatchLoss
+from pp_autopipeline.loss_probe import (
     LossFunction,
     LossReduction,
     find_loss_reduction,
@@ -27,7 +27,6 @@ from pp_autopipeline.pipeline import (
     ParallelizeFnProtocol,
     bind_parallelize_fn,
     build_pipeline,
-    output_dim,
     plan_pipeline,
     set_shapes,
 )
@@ -201,10 +200,11 @@ class AutoPipeline(PipelineReports):
         assert isinstance(self.device, torch.device)
         loss_fn = loss_fn or self._loss_fn
         plan = plan_pipeline(model, self.world_mesh, self.pp_axis_name, self._config)
+        rules = BatchRules.of(model, plan.layout)
         batch_loss = None
         if loss_fn is not None:
             reduction = self.loss_reduction or find_loss_reduction(
-                loss_fn, output_dim(plan.layout), self.device, special_ids(model)
+                loss_fn, rules.num_classes, self.device, special_ids(model), rules.target_kind
             )
             share = 1.0 / self._config.num_microbatches if self.scale_grads_in_schedule else 1.0
             batch_loss = BatchLoss(loss_fn, reduction, share)
@@ -236,7 +236,7 @@ class AutoPipeline(PipelineReports):
             self.world_mesh.get_group(self.pp_axis_name),
             self.device,
             self._config,
-            BatchRules.of(model, plan.layout),
+            rules,
         )
         if self.pp_recv_buffer_pool:
             self._pool = install_recv_buffer_pool(

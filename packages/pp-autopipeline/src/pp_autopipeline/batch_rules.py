@@ -10,7 +10,9 @@ import torch
 from torch import nn
 
 from pp_autopipeline.images import ImageRules
-from pp_split_hf import BoundaryShape, ModelLayout
+from pp_autopipeline.loss_probe import IGNORED, TargetKind
+from pp_autopipeline.pipeline import output_shape
+from pp_split_hf import ModelLayout
 
 # What a stage cannot take: the loss is computed outside of the model, and there is no cache.
 _REFUSED = {
@@ -27,8 +29,12 @@ class BatchRules:
 
     vocab_size: int | None
     """Ids must be below; None if the model does not tell."""
-    num_classes: int | None
-    """Labels must be below, if they are one per token; None if the model has no head."""
+    num_classes: int
+    """Size of the last dim of what the model returns; labels must be below, if it has a head."""
+    has_head: bool
+    """Whether that are classes, and not hidden states."""
+    target_kind: TargetKind
+    """What a target says, as far as the model's output tells."""
     max_positions: int | None
     """The longest sequence, for models that learn a vector per position."""
     keywords: frozenset[str]
@@ -42,7 +48,7 @@ class BatchRules:
         config: Any = getattr(model, "config", None)
         images = ImageRules.of(config)
         config = config.get_text_config(decoder=True) if config is not None else None
-        head = layout.trace.outputs.get(layout.heads[-1]) if layout.heads else None
+        output = output_shape(layout)
         positions = getattr(config, "max_position_embeddings", None)
         modules = dict(model.named_modules())
         tables = [m for fqn in layout.embeddings if isinstance(m := modules.get(fqn), nn.Embedding)]
@@ -60,7 +66,9 @@ class BatchRules:
         }
         return cls(
             getattr(config, "vocab_size", None),
-            head.dims[-1].offset if isinstance(head, BoundaryShape) else None,
+            output.dims[-1].offset,
+            bool(layout.heads),
+            _target_kind(len(output.dims), names),
             positions if learned else None,
             frozenset(names - {"self"}),
             images,
@@ -92,16 +100,36 @@ class BatchRules:
         return problems + self._keyword_problems(kwargs)
 
     def _target_problems(self, input_ids: torch.Tensor, target: torch.Tensor) -> list[str]:
-        rows = target.shape[:1] == input_ids.shape[:1]
-        per_token = target.ndim >= 2 and not target.is_floating_point()
-        if not rows or (per_token and target.shape[:2] != input_ids.shape):
+        shape, length = tuple(target.shape), input_ids.shape[1]
+        if target.shape[:1] != input_ids.shape[:1]:
             return [
-                f"target has shape {tuple(target.shape)}, input_ids {tuple(input_ids.shape)}: "
-                "they must have the same rows and length"
+                f"target has shape {shape}, input_ids {tuple(input_ids.shape)}: they must have the "
+                "same rows and length"
             ]
-        if target.ndim == 2 and per_token:
-            return _range_problems("target", target, self.num_classes, -100)
-        return []
+        if target.is_floating_point():
+            return []
+        if self.target_kind == "tokens":
+            if target.ndim >= 2 and target.shape[1] != length:
+                return [
+                    f"target has shape {shape}, input_ids {tuple(input_ids.shape)}: they must have "
+                    "the same rows and length"
+                ]
+            limit = self.num_classes if self.has_head and target.ndim == 2 else None
+            return _range_problems("target", target, limit, IGNORED)
+        if self.target_kind == "rows":
+            if target.shape[1:] not in ((), (self.num_classes,)):
+                return [
+                    f"target has shape {shape}, and the model gives {self.num_classes} numbers per "
+                    f"row: the target is [rows], or [rows, {self.num_classes}]"
+                ]
+            limit = self.num_classes if target.ndim == 1 and self.num_classes > 1 else None
+            return _range_problems("target", target, limit, IGNORED)
+        if shape[1:] != (2,):
+            return [
+                f"target has shape {shape}, and the model finds a span in each row: the target is "
+                "[rows, 2], start and end"
+            ]
+        return _range_problems("target", target, length, IGNORED)
 
     def _keyword_problems(self, kwargs: Mapping[str, Any]) -> list[str]:
         problems = []
@@ -113,6 +141,12 @@ class BatchRules:
                 if near:
                     problems.append(f"the model takes no {name}: did you mean {near[0]}?")
         return problems
+
+
+def _target_kind(num_dims: int, keywords: set[str]) -> TargetKind:
+    if "start_positions" in keywords:  # Transformers' name for the target of question answering
+        return "spans"
+    return "rows" if num_dims == 2 else "tokens"
 
 
 def _range_problems(

@@ -249,15 +249,12 @@ def bind_parallelize_fn(
     return None if parallelize_fn is None else partial(parallelize_fn, **meshes_and_axes)
 
 
-def output_dim(layout: ModelLayout) -> int:
-    """Return the size of the last dim of what the model returns: classes, or hidden size."""
-    return _output_shape(layout).dims[-1].offset
-
-
-def _output_shape(layout: ModelLayout) -> BoundaryShape:
-    output = layout.trace.outputs.get(layout.heads[-1]) if layout.heads else None
-    if isinstance(output, BoundaryShape):
-        return output
+def output_shape(layout: ModelLayout) -> BoundaryShape:
+    """Return the shape of what the model returns: logits, or hidden states without a head."""
+    for fqn in ("", *layout.heads[-1:]):
+        output = layout.trace.outputs.get(fqn)
+        if isinstance(output, BoundaryShape):
+            return output
     exit_: BoundaryShape = layout.trace.crossings[-1].slots[0].shape
     return exit_
 
@@ -275,7 +272,7 @@ def set_shapes(pipeline: BuiltPipeline, microbatch_size: int, seq_len: int) -> N
             entry = _crossing(layout, part.first_layer, batch)
         if part.is_last:
             # Only its existence matters: the last stage sends nothing on.
-            exit_ = [_output_shape(layout).tensor(*batch)]
+            exit_ = [output_shape(layout).tensor(*batch)]
         else:
             exit_ = _crossing(layout, part.end_layer, batch)
         set_stage_shapes(stage, entry, exit_)

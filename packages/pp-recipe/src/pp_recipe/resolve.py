@@ -105,34 +105,6 @@ def resolve_config(model: str, trust_remote_code: bool) -> PretrainedConfig:
     return config
 
 
-def refuse_encoders(config: PretrainedConfig) -> None:
-    """Refuse models with an encoder, some of which would run in stages but are no decoders.
-
-    Raises:
-        OptionsError: If the config is of one.
-    """
-    name = type(config).__name__
-    if getattr(config, "is_encoder_decoder", False):
-        raise OptionsError(
-            [
-                f"{name} is of an encoder-decoder model (is_encoder_decoder is True): only "
-                "decoder-only models can be cut into a chain of stages"
-            ]
-        )
-    # Transformers has these as decoders only if the config says so.
-    masked = type(config) in transformers.MODEL_FOR_MASKED_LM_MAPPING
-    if masked and (
-        getattr(config, "is_decoder", None) is False
-        or type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING
-    ):
-        raise OptionsError(
-            [
-                f"{name} is of an encoder-only model: only decoder-only models are trained in "
-                "stages (some encoders become one with is_decoder=True in the config)"
-            ]
-        )
-
-
 def build_random_model(config: PretrainedConfig, trust_remote_code: bool) -> PreTrainedModel:
     """Return a float32 model in evaluation mode, with noise on all parameters.
 

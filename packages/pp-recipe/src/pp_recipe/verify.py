@@ -21,12 +21,12 @@ from pp_recipe.resolve import (
     build_random_model,
     import_user_code,
     reason,
-    refuse_encoders,
     resolve_config,
 )
 from pp_split_hf import (
     ModelLayout,
     accepts,
+    check_config_support,
     check_pipeline_support,
     find_layout,
     main_output,
@@ -73,7 +73,8 @@ def verify(options: VerifyOptions, say: Say) -> bool:
     for name in options.imports:
         import_user_code(name)
     config = resolve_config(options.model, options.trust_remote_code)
-    refuse_encoders(config)
+    if problems := check_config_support(config):
+        raise OptionsError(problems)
     if not options.full_size:
         try:
             config = shrink_config(config, options.layers)

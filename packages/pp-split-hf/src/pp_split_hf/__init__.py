@@ -15,7 +15,11 @@ from pp_split_hf.prune import StagePart, split_model_into_stages, stage_part
 from pp_split_hf.router import RouterLoss, find_router_loss, router_modules
 from pp_split_hf.shapes import BoundaryShape
 from pp_split_hf.stand_ins import IdentityStandIn, PassThroughLayer, Sizes, ZeroStandIn
-from pp_split_hf.support import check_pipeline_support, validate_hf_model_for_pipeline_support
+from pp_split_hf.support import (
+    check_config_support,
+    check_pipeline_support,
+    validate_hf_model_for_pipeline_support,
+)
 from pp_split_hf.ties import Tie, TiedParameters, find_ties
 from pp_split_hf.trace import ForwardTrace, accepts, main_output, trace_forward
 
@@ -35,6 +39,7 @@ __all__ = [
     "TiedParameters",
     "ZeroStandIn",
     "accepts",
+    "check_config_support",
     "check_pipeline_support",
     "check_stage_fqns",
     "find_layout",

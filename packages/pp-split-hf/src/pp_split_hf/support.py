@@ -1,6 +1,8 @@
 """Whether a model can be cut into pipeline stages, and if not, everything that is in the way."""
 
+import transformers
 from torch import nn
+from transformers import PretrainedConfig
 
 from pp_split_hf.layout import ModelLayout, find_layout
 
@@ -17,11 +19,8 @@ def check_pipeline_support(model: nn.Module, layout: ModelLayout | None = None) 
     """
     name = type(model).__name__
     config = getattr(model, "config", None)
-    if getattr(config, "is_encoder_decoder", False):
-        return [
-            f"{name} is an encoder-decoder model (config.is_encoder_decoder is True): only "
-            "decoder-only models can be cut into a chain of stages"
-        ]
+    if isinstance(config, PretrainedConfig) and (problems := check_config_support(config)):
+        return problems
     if layout is None:
         try:
             layout = find_layout(model)
@@ -43,6 +42,29 @@ def check_pipeline_support(model: nn.Module, layout: ModelLayout | None = None) 
         "init_empty_weights(), or set config.tie_word_embeddings=False to train them apart"
         for tied, source in _lost_ties(model)
     ]
+
+
+def check_config_support(config: PretrainedConfig) -> list[str]:
+    """Return why no model of a config can be trained in stages, if its config alone tells.
+
+    Encoders are known by Transformers' own mappings (5.24): those for masked language models.
+    Some of them would run in stages, but are no decoders unless their config says so.
+    """
+    name = type(config).__name__
+    if getattr(config, "is_encoder_decoder", False):
+        return [
+            f"{name} is of an encoder-decoder model (is_encoder_decoder is True): only decoder-only "
+            "models can be cut into a chain of stages"
+        ]
+    if type(config) in transformers.MODEL_FOR_MASKED_LM_MAPPING and (
+        getattr(config, "is_decoder", None) is False
+        or type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING
+    ):
+        return [
+            f"{name} is of an encoder-only model: only decoder-only models are trained in stages "
+            "(some encoders become one with is_decoder=True in the config)"
+        ]
+    return []
 
 
 def validate_hf_model_for_pipeline_support(model: nn.Module) -> None:

@@ -31,7 +31,8 @@ class ForwardTrace:
     order: tuple[str, ...]
     """FQNs in the order in which they were called, repeats included."""
     outputs: dict[str, Any] = field(repr=False)
-    """Per FQN what it returned, with a `BoundaryShape` for every tensor."""
+    """Per FQN what it returned, with a `BoundaryShape` for every tensor; under "" what the model
+    returned, as `main_output` has it."""
     crossings: tuple[Crossing, ...] = field(repr=False)
     """What crosses the boundary before each layer, and after the last."""
     hidden_keyword: str | None
@@ -181,7 +182,7 @@ class _Recorder:
         leaves: list[tuple[Path, torch.Tensor]] = [
             ((("output", None), (i, len(tensors))), tensor) for i, tensor in enumerate(tensors)
         ]
-        self.calls.append(Call("", 0, now, now, leaves))
+        self.calls.append(Call("", 0, now, now, leaves, tensors[0] if len(tensors) == 1 else None))
 
     def result(self, model: nn.Module) -> ForwardTrace:
         """Return what was recorded, with a `TracedShape` for every tensor."""
@@ -213,7 +214,7 @@ class _Recorder:
         keyword = self.hidden_path[0][0] if self.hidden_path else None
         return ForwardTrace(
             tuple(call.fqn for call in self.calls[:-1]),
-            {call.fqn: map_tensors(call.output, TracedShape.of) for call in self.calls[:-1]},
+            {call.fqn: map_tensors(call.output, TracedShape.of) for call in self.calls},
             tuple(crossings),
             keyword if isinstance(keyword, str) else None,
             bare,
