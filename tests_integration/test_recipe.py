@@ -103,26 +103,24 @@ def test_torchrun_runs_an_interleaved_schedule(tmp_path):
 
 SAVE_AND_COMPARE = """
 import sys
-from pathlib import Path
 import torch
+from rich.console import Console
 from pp_mesh import destroy_distributed, initialize_distributed
 from pp_recipe import TrainOptions
 from pp_recipe.model import build_model
-from pp_recipe.save import save_checkpoint
-from pp_recipe.train import build_pipeline
+from pp_recipe.train import build_pipeline, fill_pipeline
 
 info = initialize_distributed("gloo")
 options = TrainOptions(seq_len=16, batch_size=4, seed=3)
 model, tokenizer = build_model(options)
 pipeline = build_pipeline(options, model, info)
+fill_pipeline(options, pipeline, Console(quiet=True))
 ids = torch.arange(64).view(4, 16)
 pipeline.step(ids, target=ids)
 out = pipeline.eval(ids, target=ids, return_outputs=True)
 if out.logits is not None:
     torch.save(out.logits, sys.argv[1] + "/logits.pt")
-save_checkpoint(
-    pipeline.parts, model.config, tokenizer, Path(sys.argv[1], "checkpoint"), info.device
-)
+pipeline.save_pretrained(sys.argv[1] + "/checkpoint", tokenizer=tokenizer)
 destroy_distributed()
 """
 

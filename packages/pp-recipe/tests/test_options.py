@@ -162,11 +162,6 @@ def test_a_sequence_longer_than_the_positions_is_refused(checkpoint):
         ("model.safetensors", b"", "model.safetensors is no safetensors file"),
         ("model.safetensors", b"just some words", "model.safetensors is no safetensors file"),
         ("model.safetensors", WEIGHTS[:-1], "model.safetensors is cut short"),
-        (
-            "model.safetensors.index.json",
-            b'{"weight_map": {"w": "model-1.safetensors"}}',
-            "model.safetensors.index.json lists model-1.safetensors, which is missing",
-        ),
     ],
 )
 def test_what_is_no_checkpoint_is_told_from_its_files(checkpoint, name, content, part):
@@ -176,6 +171,24 @@ def test_what_is_no_checkpoint_is_told_from_its_files(checkpoint, name, content,
         (checkpoint / name).write_bytes(content)
     (found,) = problems(model=str(checkpoint))
     assert found.startswith(f"--model {checkpoint}: ")
+    assert part in found
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "part"),
+    [
+        (
+            "model.safetensors.index.json",
+            b'{"weight_map": {"w": "model-1.safetensors"}}',
+            "model.safetensors.index.json lists model-1.safetensors, which is missing",
+        ),
+        ("pytorch_model.bin", b"", "has its weights in pickles"),
+    ],
+)
+def test_weights_in_other_files(checkpoint, name, content, part):
+    (checkpoint / "model.safetensors").unlink()
+    (checkpoint / name).write_bytes(content)
+    (found,) = problems(model=str(checkpoint))
     assert part in found
 
 

@@ -1,8 +1,9 @@
 """AutoPipeline: a Hugging Face model, split over ranks, behind one `step`."""
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -30,11 +31,12 @@ from pp_autopipeline.pipeline import (
     plan_pipeline,
     set_shapes,
 )
+from pp_autopipeline.pretrained import load_pretrained, save_pretrained
 from pp_autopipeline.reports import PipelineReports
 from pp_autopipeline.stage_summary import StageSummary, summarize_stages
 from pp_bufferpool import RecvBufferPool, install_recv_buffer_pool
 from pp_schedule import use_stage_shapes
-from pp_split_hf import initialize_stage_weights
+from pp_split_hf import Saveable, initialize_stage_weights
 
 logger = logging.getLogger(__name__)
 
@@ -157,6 +159,7 @@ class AutoPipeline(PipelineReports):
         self._execution: Execution | None = None
         self._pool: RecvBufferPool | None = None
         self._summaries: tuple[StageSummary, ...] = ()
+        self._is_loaded = False
 
     @classmethod
     def from_config(
@@ -254,12 +257,12 @@ class AutoPipeline(PipelineReports):
         afterwards. Every rank calls it; only tied weights are sent.
         """
         parts = self._require().parts
-        source = getattr(parts[0], "name_or_path", "")
+        source = "" if self._is_loaded else getattr(parts[0], "name_or_path", "")
         if source and any(p.device.type == "meta" for part in parts for p in part.parameters()):
             warn_once(
                 logger,
                 f"materialize() makes new weights from the config; those of {source!r} are not "
-                "read. To train them, load the model without init_empty_weights",
+                f"read. To train them, call load_pretrained({source!r}) instead",
             )
         for part in parts:
             assert isinstance(self.device, torch.device)
@@ -267,6 +270,70 @@ class AutoPipeline(PipelineReports):
         self._require().tied.reshare()
         self._require().tied.broadcast()
         return self
+
+    def load_pretrained(
+        self,
+        checkpoint: str | Path,
+        *,
+        allow_missing: bool = False,
+        allow_unexpected: bool = False,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> "AutoPipeline":
+        """Read the weights of this rank's stages from a Hugging Face checkpoint, and no others.
+
+        For a model that was built under `init_empty_weights`, in place of `materialize`: no rank
+        ever has the whole model. Make optimizers afterwards. Every rank calls it, and all or none
+        of them raise. See `pp_split_hf.load_stage_weights`.
+
+        Args:
+            checkpoint: A folder with safetensors files, one such file, or a hub id.
+            allow_missing: Leave on the meta device what the checkpoint does not have, such as a new
+                head; call `materialize` then.
+            allow_unexpected: Leave out what the checkpoint has and the model has not, such as the
+                head of another task.
+            progress: Called with the bytes that this rank has read so far and will read in all.
+
+        Raises:
+            CheckpointError: Listing what is missing, unexpected, of another shape or cut off.
+            RuntimeError: If a rank could not read.
+        """
+        assert isinstance(self.device, torch.device)
+        load_pretrained(
+            self._require(),
+            self.world_mesh,
+            checkpoint,
+            self.device,
+            self.dtype,
+            allow_missing,
+            allow_unexpected,
+            progress,
+        )
+        self._is_loaded = True
+        return self
+
+    def save_pretrained(
+        self,
+        path: str | Path,
+        *,
+        tokenizer: Saveable | None = None,
+        max_shard_size: int = 5_000_000_000,
+    ) -> None:
+        """Write all stages as one Hugging Face checkpoint that `from_pretrained` loads.
+
+        Every rank calls it and writes what it has; all or none of them raise. The folder is
+        complete or absent. See `pp_split_hf.save_pretrained_pipeline`.
+
+        Args:
+            path: The folder, on a file system that all ranks share; replaced, with all that is in
+                it, if it holds a checkpoint.
+            tokenizer: Saved along; a processor as well.
+            max_shard_size: The most bytes of tensors in a file.
+
+        Raises:
+            RuntimeError: If a rank could not write; what was at `path` before is still there.
+        """
+        built = self._require()
+        save_pretrained(built, self.world_mesh, self.pp_axis_name, path, tokenizer, max_shard_size)
 
     def sync_tied_gradients(self) -> None:
         """Sum the gradients of weights that are tied over ranks, for loops of the bare schedule.

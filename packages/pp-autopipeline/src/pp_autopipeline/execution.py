@@ -227,7 +227,7 @@ class Execution:
             if empty:
                 problems.append(
                     f"{len(empty)} parameters have no values yet ({empty[0]}, ...): call "
-                    "materialize() after build()"
+                    "materialize() or load_pretrained() after build()"
                 )
         refuse("cannot run this batch", problems)
         if not self._is_checked:

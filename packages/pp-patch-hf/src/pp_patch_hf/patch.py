@@ -7,7 +7,15 @@ from torch import nn
 
 from pp_patch_hf.boundary import Boundary, Gate, place_gates, remove_gate
 from pp_patch_hf.routers import RouterSums
-from pp_split_hf import Sizes, StagePart, accepts, find_layout, main_output, stage_part
+from pp_split_hf import (
+    Sizes,
+    StagePart,
+    accepts,
+    find_layout,
+    main_output,
+    skeleton_of,
+    stage_part,
+)
 
 _FIRST_STAGE_ONLY = frozenset({"pixel_values", "pixel_values_videos", "image_sizes"})
 
@@ -186,4 +194,4 @@ class _StageForward:
 
 def _whole(model: nn.Module) -> StagePart:
     layout = find_layout(model)
-    return StagePart(0, 1, 0, layout.num_layers, layout, Sizes())
+    return StagePart(0, 1, 0, layout.num_layers, layout, Sizes(), skeleton_of(model))

@@ -1,11 +1,18 @@
 """What a run shows: its stages, its schedule, its progress, a sample."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeRemainingColumn,
+)
 from rich.table import Table
 
 from pp_recipe.options import TrainOptions
@@ -45,6 +52,24 @@ def show_schedule(console: Console, options: TrainOptions, order: Order) -> None
     )
     console.print(draw_text(order, width=console.width), markup=False, highlight=False)
     console.print()
+
+
+@contextmanager
+def reading_shown(console: Console) -> Iterator[Callable[[int, int], None]]:
+    """Show how much of the first rank's weights is read: one bar for the job.
+
+    The block gets a function to call with the bytes read so far and those to be read.
+    """
+    bar = Progress(
+        TextColumn("weights"),
+        BarColumn(),
+        DownloadColumn(),
+        console=console,
+        disable=not console.is_terminal,
+    )
+    task = bar.add_task("read", total=None)
+    with bar:
+        yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
 class StepProgress:

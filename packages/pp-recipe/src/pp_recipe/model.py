@@ -2,8 +2,10 @@
 
 import torch
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
+    GenerationConfig,
     LlamaConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -12,7 +14,7 @@ from transformers import (
 from pp_recipe.options import TrainOptions
 from pp_recipe.source import SMALL_MODEL
 from pp_recipe.text import byte_tokenizer
-from pp_split_hf import init_empty_weights
+from pp_split_hf import init_empty_weights, resolve_checkpoint
 
 
 def small_config(seq_len: int) -> LlamaConfig:
@@ -33,14 +35,18 @@ def small_config(seq_len: int) -> LlamaConfig:
 
 
 def build_model(options: TrainOptions) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Return the model and its tokenizer.
+    """Return the model, without weights, and its tokenizer.
 
-    A new model comes without weights, on the meta device: each rank later makes those of its own
-    stages only. A checkpoint is read whole, in float32, on the CPU.
+    It is on the meta device: each rank later makes or reads the weights of its own stages only.
     """
     if options.model is None:
         with init_empty_weights():
             model = AutoModelForCausalLM.from_config(small_config(options.seq_len))
         return model, byte_tokenizer()
-    model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32)
-    return model, AutoTokenizer.from_pretrained(options.model)
+    folder = resolve_checkpoint(options.model)
+    with init_empty_weights():
+        config = AutoConfig.from_pretrained(folder)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    if (folder / "generation_config.json").is_file():
+        model.generation_config = GenerationConfig.from_pretrained(folder)
+    return model, AutoTokenizer.from_pretrained(folder)

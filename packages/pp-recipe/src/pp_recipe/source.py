@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-_WEIGHTS = ("model.safetensors", "pytorch_model.bin")
-_INDEXES = tuple(f"{name}.index.json" for name in _WEIGHTS)
+_WEIGHTS = "model.safetensors"
+_INDEX = "model.safetensors.index.json"
 _TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "tokenizer.model")
 
 
@@ -96,18 +96,22 @@ def _check_type(model_type: object) -> None:
 def _check_files(folder: Path) -> None:
     if not any((folder / name).is_file() for name in _TOKENIZERS):
         raise ValueError("has no tokenizer; save the model's tokenizer into the same folder")
-    index = next((folder / name for name in _INDEXES if (folder / name).is_file()), None)
-    if index is not None:
+    index = folder / _INDEX
+    if (folder / _WEIGHTS).is_file():
+        names = [_WEIGHTS]
+    elif index.is_file():
         names = sorted(set(_read_config(index).get("weight_map", {}).values()))
+    elif any(folder.glob("pytorch_model*.bin")):
+        raise ValueError(
+            "has its weights in pickles (pytorch_model*.bin), which cannot be read in part; load "
+            "it once with from_pretrained and save it again with save_pretrained"
+        )
     else:
-        names = [name for name in _WEIGHTS if (folder / name).is_file()][:1]
-    if not names:
-        raise ValueError(f"has no weights: neither {_WEIGHTS[0]} nor {_INDEXES[0]}")
+        raise ValueError(f"has no weights: neither {_WEIGHTS} nor {_INDEX}")
     for name in names:
         if not (folder / name).is_file():
-            raise ValueError(f"{index.name if index else 'it'} lists {name}, which is missing")
-        if name.endswith(".safetensors"):
-            _check_safetensors(folder / name)
+            raise ValueError(f"{index.name} lists {name}, which is missing")
+        _check_safetensors(folder / name)
 
 
 def _check_safetensors(path: Path) -> None:

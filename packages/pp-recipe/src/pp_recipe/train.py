@@ -16,11 +16,16 @@ from transformers.utils.logging import disable_progress_bar
 
 from pp_autopipeline import AutoPipeline
 from pp_mesh import DistInfo, ParallelSizes, build_mesh, destroy_distributed, initialize_distributed
-from pp_recipe.display import StepProgress, show_result, show_schedule, show_stages
+from pp_recipe.display import (
+    StepProgress,
+    reading_shown,
+    show_result,
+    show_schedule,
+    show_stages,
+)
 from pp_recipe.model import build_model
 from pp_recipe.options import OptionsError, TrainOptions
 from pp_recipe.sample import write_sample
-from pp_recipe.save import save_checkpoint
 from pp_recipe.text import draw_batch, read_text
 from pp_schedule import clip_grad_norm
 
@@ -40,7 +45,8 @@ def train(options: TrainOptions) -> None:
     model, tokenizer = build_model(options)
     try:
         pipeline = build_pipeline(options, model, info)
-    except ValueError as error:  # This model cannot be cut like this; the message says it all.
+        fill_pipeline(options, pipeline, console)
+    except ValueError as error:  # This model cannot be cut or read like this; the message says all.
         raise OptionsError([str(error)]) from error
     show_stages(console, pipeline.stage_summaries)
     show_schedule(console, options, pipeline.schedule_order)
@@ -51,7 +57,7 @@ def train(options: TrainOptions) -> None:
     losses = run_steps(options, pipeline, torch.tensor(ids), console, output / "metrics.jsonl")
 
     checkpoint = output / "checkpoint"
-    save_checkpoint(pipeline.parts, model.config, tokenizer, checkpoint, info.device)
+    pipeline.save_pretrained(checkpoint, tokenizer=tokenizer)
     destroy_distributed()
     if info.is_main:
         sample = write_sample(checkpoint)
@@ -61,7 +67,7 @@ def train(options: TrainOptions) -> None:
 def build_pipeline(options: TrainOptions, model: PreTrainedModel, info: DistInfo) -> AutoPipeline:
     """Cut the model into stages; this rank keeps its own, on its device."""
     sizes = ParallelSizes(pp_size=info.world_size)
-    pipeline = AutoPipeline(
+    return AutoPipeline(
         world_mesh=build_mesh(sizes, device_type=info.device.type).world_mesh,
         pp_schedule=options.schedule,
         pp_microbatch_size=options.microbatch_size,
@@ -69,9 +75,15 @@ def build_pipeline(options: TrainOptions, model: PreTrainedModel, info: DistInfo
         layers_per_stage=options.layers_per_stage,
         device=info.device,
     ).build(model, loss_fn=next_token_loss)
+
+
+def fill_pipeline(options: TrainOptions, pipeline: AutoPipeline, console: Console) -> None:
+    """Make the weights of this rank's stages, or read them: those and no others."""
     if options.model is None:
         pipeline.materialize(seed=options.seed)
-    return pipeline
+    else:
+        with reading_shown(console) as progress:
+            pipeline.load_pretrained(options.model, progress=progress)
 
 
 def next_token_loss(logits: Tensor, labels: Tensor) -> Tensor:

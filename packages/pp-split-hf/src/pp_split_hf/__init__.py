@@ -1,9 +1,12 @@
 """Which module of a Hugging Face model goes to which pipeline stage."""
 
+from pp_split_hf.all_or_none import AllOrNone
 from pp_split_hf.crossing import Crossing, Place, Slot
 from pp_split_hf.empty import init_empty_weights
+from pp_split_hf.hub import resolve_checkpoint
 from pp_split_hf.initialize import initialize_stage_weights, move_stages
 from pp_split_hf.layout import ModelLayout, find_layout
+from pp_split_hf.load import CheckpointWeights, load_stage_weights
 from pp_split_hf.plan import (
     check_stage_fqns,
     generate_hf_model_fqn_per_model_part,
@@ -11,8 +14,10 @@ from pp_split_hf.plan import (
     spread_layers,
     spread_over_stages,
 )
-from pp_split_hf.prune import StagePart, split_model_into_stages, stage_part
+from pp_split_hf.prune import StagePart, skeleton_of, split_model_into_stages, stage_part
 from pp_split_hf.router import RouterLoss, find_router_loss, router_modules
+from pp_split_hf.safetensors_files import CheckpointError
+from pp_split_hf.save import Saveable, save_pretrained_pipeline
 from pp_split_hf.shapes import BoundaryShape
 from pp_split_hf.stand_ins import IdentityStandIn, PassThroughLayer, Sizes, ZeroStandIn
 from pp_split_hf.support import (
@@ -24,7 +29,10 @@ from pp_split_hf.ties import Tie, TiedParameters, find_ties
 from pp_split_hf.trace import ForwardTrace, accepts, main_output, trace_forward
 
 __all__ = [
+    "AllOrNone",
     "BoundaryShape",
+    "CheckpointError",
+    "CheckpointWeights",
     "Crossing",
     "ForwardTrace",
     "IdentityStandIn",
@@ -32,6 +40,7 @@ __all__ = [
     "PassThroughLayer",
     "Place",
     "RouterLoss",
+    "Saveable",
     "Sizes",
     "Slot",
     "StagePart",
@@ -48,10 +57,14 @@ __all__ = [
     "generate_hf_model_fqn_per_model_part",
     "init_empty_weights",
     "initialize_stage_weights",
+    "load_stage_weights",
     "main_output",
     "move_stages",
     "plan_stage_fqns",
+    "resolve_checkpoint",
     "router_modules",
+    "save_pretrained_pipeline",
+    "skeleton_of",
     "split_model_into_stages",
     "spread_layers",
     "spread_over_stages",

@@ -1,5 +1,6 @@
 """Weights of a stage made from nothing, the same whatever the split."""
 
+import copy
 import zlib
 from collections.abc import Iterator, Sequence
 
@@ -68,6 +69,38 @@ def initialize_stage_weights(
             torch.manual_seed(zlib.crc32(f"{seed}:{fqn}".encode()))
             model._init_weights(module)
             done |= own
+
+
+@torch.no_grad()
+def initialize_buffers(
+    part: nn.Module, skeleton: nn.Module, device: torch.device | str | int
+) -> None:
+    """Give tables that are in no checkpoint and on the meta device their values, on `device`.
+
+    Parameters are left as they are, with values or without.
+
+    Args:
+        part: A stage's module.
+        skeleton: The whole model on the meta device.
+        device: Where the tables are to be.
+    """
+    stored = part.state_dict().keys()
+    devices = [torch.device(device)] if torch.device(device).type == "cuda" else []
+    with torch.random.fork_rng(devices=devices), guard_torch_init_functions():
+        for fqn, module, model in _modules_children_first(part):
+            named = dict(module.named_buffers(prefix=fqn, recurse=False))
+            empty = [n for n, b in named.items() if b.device.type == "meta" and n not in stored]
+            if not empty:
+                continue
+            # The model's rules fill parameters too: here they have those of a copy on meta.
+            double = copy.deepcopy(skeleton.get_submodule(fqn))
+            for name in empty:
+                table = torch.empty_like(named[name], device=device)
+                setattr(double, name.rpartition(".")[2], table)
+            model._init_weights(double)
+            for name in empty:
+                attribute = name.rpartition(".")[2]
+                setattr(module, attribute, getattr(double, attribute))
 
 
 def move_stages(

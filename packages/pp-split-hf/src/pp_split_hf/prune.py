@@ -33,6 +33,8 @@ class StagePart:
     """Of the whole model."""
     sizes: Sizes
     """The batch that the stage is at: to be set before its forward runs."""
+    skeleton: nn.Module
+    """The whole model without memory, on the meta device: its names, shapes and rules."""
 
     @property
     def is_first(self) -> bool:
@@ -76,7 +78,8 @@ def split_model_into_stages(
     ]
     if problems:
         raise ValueError("the stage plan does not fit the model:\n  " + "\n  ".join(problems))
-    return [_build(model, layout, stage_fqns, index) for index in stage_indices]
+    skeleton = skeleton_of(model)
+    return [_build(model, layout, stage_fqns, index, skeleton) for index in stage_indices]
 
 
 def stage_part(module: nn.Module) -> StagePart | None:
@@ -87,7 +90,11 @@ def stage_part(module: nn.Module) -> StagePart | None:
 
 
 def _build(
-    model: nn.Module, layout: ModelLayout, stage_fqns: Sequence[Sequence[str]], index: int
+    model: nn.Module,
+    layout: ModelLayout,
+    stage_fqns: Sequence[Sequence[str]],
+    index: int,
+    skeleton: nn.Module,
 ) -> nn.Module:
     number = {fqn: i for i, fqn in enumerate(layout.layer_fqns)}
     owned = [number[fqn] for fqn in stage_fqns[index] if fqn in number]
@@ -111,9 +118,21 @@ def _build(
     setattr(
         part,
         _STAGE_PART,
-        StagePart(index, len(stage_fqns), before, before + len(owned), layout, sizes),
+        StagePart(index, len(stage_fqns), before, before + len(owned), layout, sizes, skeleton),
     )
     return part
+
+
+def skeleton_of(model: nn.Module) -> nn.Module:
+    """Return a model of the same modules and names that has all its tensors on the meta device."""
+    memo = {
+        id(tensor): nn.Parameter(tensor.detach().to("meta"), requires_grad=tensor.requires_grad)
+        if isinstance(tensor, nn.Parameter)
+        else tensor.detach().to("meta")
+        for module in model.modules()
+        for tensor in tensors_of(module)
+    }
+    return copy.deepcopy(model, memo)
 
 
 def _shared_tensors(model: nn.Module) -> dict[int, Any]:

@@ -8,6 +8,8 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import get_gradient_edge
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 
@@ -65,3 +67,11 @@ def autograd_edge(tensor: torch.Tensor) -> tuple[Any, int]:
     """Return the node of the autograd graph that made a tensor, and which of its outputs it is."""
     edge = get_gradient_edge(tensor)
     return edge.node, edge.output_nr
+
+
+def local_region(tensor: DTensor) -> tuple[slice, ...]:
+    """Return which part of a sharded tensor this rank has."""
+    sizes, offsets = compute_local_shape_and_global_offset(
+        tensor.shape, tensor.device_mesh, tensor.placements
+    )
+    return tuple(slice(o, o + size) for o, size in zip(offsets, sizes, strict=True))
