@@ -59,20 +59,21 @@ def integration(session: nox.Session) -> None:
     session.run(
         "python", "-m", "pytest", "-q", "tests_integration", "--durations=5",
         "--ignore=tests_integration/test_parity.py",
-        "--ignore=tests_integration/test_architectures.py", *session.posargs,
+        "--ignore=tests_integration/test_architectures.py",
+        "--ignore=tests_integration/test_stored.py", *session.posargs,
     )  # fmt: skip
 
 
 @nox.session(venv_backend="none")
 def parity(session: nox.Session) -> None:
-    """Pipelined against unsplit: schedules on several ranks, architectures in one process.
+    """Pipelined against unsplit: schedules on ranks, architectures and their checkpoints.
 
     With `-- --all` every architecture of Transformers' mapping instead, and its table in docs.
     """
-    tests = "tests_integration/test_architectures.py"
+    tests = ["tests_integration/test_architectures.py", "tests_integration/test_stored.py"]
     if "--all" not in session.posargs:
         session.run(
-            "python", "-m", "pytest", "-q", "tests_integration/test_parity.py", tests,
+            "python", "-m", "pytest", "-q", "tests_integration/test_parity.py", *tests,
             *session.posargs,
         )  # fmt: skip
         return
@@ -83,7 +84,7 @@ def parity(session: nox.Session) -> None:
         "PP_ARCHITECTURE_TABLE": found,
         "OMP_NUM_THREADS": "1",  # one core for each of the two workers
     }
-    session.run("python", "-m", "pytest", "-q", "-n", "2", tests, *rest, env=env)
+    session.run("python", "-m", "pytest", "-q", "-n", "2", *tests, *rest, env=env)
     table = "tests_integration/architecture_table.py"
     session.run("python", table, found, "docs/architectures.md")
 

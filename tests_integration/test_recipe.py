@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -133,6 +134,40 @@ def test_the_checkpoint_computes_what_the_pipeline_computed(tmp_path):
     logits = load(tmp_path / "checkpoint")(torch.arange(64).view(4, 16)).logits
     expected = torch.load(tmp_path / "logits.pt")
     torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_a_run_goes_on_from_its_latest_checkpoint_on_other_ranks(tmp_path):
+    command = (
+        *COMMAND,
+        *QUICK,
+        "--steps",
+        "6",
+        "--checkpoint-every",
+        "2",
+        "--output",
+        str(tmp_path),
+    )
+    done = run(*command)
+    assert done.returncode == 0, done.stderr
+    losses = read_losses(tmp_path)
+    kept = sorted(folder.name for folder in (tmp_path / "checkpoints").glob("step-*"))
+    assert kept == ["step-00000004", "step-00000006"]
+    shutil.rmtree(tmp_path / "checkpoints/step-00000006")  # as if killed while it was written
+    done = run(*command, "--resume", "--schedule", "interleaved_1f1b")
+    assert done.returncode == 0, done.stderr
+    assert "step 4/6" not in done.stdout
+    again = read_losses(tmp_path)
+    assert again[:4] == losses[:4]
+    assert again == pytest.approx(losses, rel=1e-5)
+    done = run(*command, "--resume", "--nproc-per-node", "1")
+    assert done.returncode == 2
+    assert "--steps 6: the checkpoint has 6 already" in done.stderr
+
+
+def test_nothing_to_resume_is_told_at_once(tmp_path):
+    done = run(*COMMAND, "--resume", "--output", str(tmp_path))
+    assert done.returncode == 2
+    assert "--resume: there is no checkpoint in" in done.stderr
 
 
 def test_a_failing_rank_ends_the_run_with_one_report(tmp_path):

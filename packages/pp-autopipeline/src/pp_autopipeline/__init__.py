@@ -1,6 +1,7 @@
 """AutoPipeline: pipeline-parallel training of Hugging Face models in your own loop."""
 
 from pp_autopipeline.autopipeline import AutoPipeline, AutoPipelineInfo, StepOutput
+from pp_autopipeline.checkpoints import Checkpoints, Resumed
 from pp_autopipeline.config import PipelineConfig
 from pp_autopipeline.functional import pipeline_model
 from pp_autopipeline.loss_probe import find_loss_reduction
@@ -17,6 +18,7 @@ from pp_schedule import (
     stage_ids_this_rank,
 )
 from pp_split_hf import (
+    CheckpointError,
     generate_hf_model_fqn_per_model_part,
     init_empty_weights,
     validate_hf_model_for_pipeline_support,
@@ -25,10 +27,13 @@ from pp_split_hf import (
 __all__ = [
     "AutoPipeline",
     "AutoPipelineInfo",
+    "CheckpointError",
+    "Checkpoints",
     "DistInfo",
     "ParallelSizes",
     "ParallelizeFnProtocol",
     "PipelineConfig",
+    "Resumed",
     "StageSummary",
     "StepOutput",
     "build_mesh",

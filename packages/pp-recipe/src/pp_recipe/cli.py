@@ -53,6 +53,17 @@ def cli() -> None:
 )
 @click.option("--output", default=_DEFAULTS.output, metavar="FOLDER", help="Where to write.")
 @click.option(
+    "--checkpoint-every",
+    type=int,
+    help="Steps between checkpoints to resume from, in OUTPUT/checkpoints.  [default: none]",
+)
+@click.option("--keep-last", default=_DEFAULTS.keep_last, help="How many of those to keep.")
+@click.option(
+    "--resume",
+    is_flag=True,
+    help="Go on from the latest checkpoint in OUTPUT; ranks and schedule may be others.",
+)
+@click.option(
     "--device", type=click.Choice(["cpu", "cuda"]), help="[default: cuda if there is any]"
 )
 def train(**values: Any) -> None:

@@ -51,6 +51,12 @@ class TrainOptions:
     """A text file to train on; None for Python's own manual."""
     output: str = "autopipeline-output"
     """The folder that gets the picture, the metrics and the checkpoint."""
+    checkpoint_every: int | None = None
+    """Steps between checkpoints to resume from; None for none."""
+    keep_last: int | None = 2
+    """How many of those to keep."""
+    resume: bool = False
+    """Go on from the latest of those in `output`."""
     device: str | None = None
     """`"cpu"` or `"cuda"`; None for CUDA where there is any."""
 
@@ -108,8 +114,8 @@ class TrainOptions:
         problems = [
             f"{_flag(field.name)} {value} must be at least 1"
             for field in fields(self)
-            if field.name != "seed" and isinstance(value := getattr(self, field.name), int)
-            if value < 1
+            if field.name not in ("seed", "resume")
+            if isinstance(value := getattr(self, field.name), int) and value < 1
         ]
         if self.seed < 0:
             problems.append(f"--seed {self.seed} must be at least 0")
@@ -134,6 +140,11 @@ class TrainOptions:
             return [
                 f"--output {self.output} holds a 'checkpoint' that is no Hugging Face checkpoint "
                 "and would be replaced: name another folder"
+            ]
+        if self.resume and not any(output.glob("checkpoints/step-*")):
+            return [
+                f"--resume: there is no checkpoint in {output / 'checkpoints'}; a run with "
+                "--checkpoint-every N leaves some"
             ]
         # The one sure way to find out, on every file system and for root too.
         missing = [folder for folder in (output, *output.parents) if not folder.exists()]

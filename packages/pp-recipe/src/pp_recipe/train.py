@@ -1,9 +1,9 @@
 """What each rank does: build its stages, train, save. Read it top to bottom."""
 
-import json
 import math
 import os
 import time
+from contextlib import closing
 from pathlib import Path
 from statistics import fmean
 
@@ -14,7 +14,7 @@ from torch.nn.functional import cross_entropy
 from transformers import PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
-from pp_autopipeline import AutoPipeline
+from pp_autopipeline import AutoPipeline, Checkpoints
 from pp_mesh import DistInfo, ParallelSizes, build_mesh, destroy_distributed, initialize_distributed
 from pp_recipe.display import (
     StepProgress,
@@ -23,6 +23,7 @@ from pp_recipe.display import (
     show_schedule,
     show_stages,
 )
+from pp_recipe.metrics import Metrics
 from pp_recipe.model import build_model
 from pp_recipe.options import OptionsError, TrainOptions
 from pp_recipe.sample import write_sample
@@ -54,7 +55,7 @@ def train(options: TrainOptions) -> None:
         pipeline.visualize_current_schedule(output / "schedule.png")
 
     ids = tokenizer(read_text(options.text), add_special_tokens=False, verbose=False)["input_ids"]
-    losses = run_steps(options, pipeline, torch.tensor(ids), console, output / "metrics.jsonl")
+    losses = run_steps(options, pipeline, torch.tensor(ids), console, output)
 
     checkpoint = output / "checkpoint"
     pipeline.save_pretrained(checkpoint, tokenizer=tokenizer)
@@ -78,8 +79,11 @@ def build_pipeline(options: TrainOptions, model: PreTrainedModel, info: DistInfo
 
 
 def fill_pipeline(options: TrainOptions, pipeline: AutoPipeline, console: Console) -> None:
-    """Make the weights of this rank's stages, or read them: those and no others."""
-    if options.model is None:
+    """Make the weights of this rank's stages, or read them: those and no others.
+
+    Where training is resumed they are read later, with all the rest.
+    """
+    if options.model is None or options.resume:
         pipeline.materialize(seed=options.seed)
     else:
         with reading_shown(console) as progress:
@@ -92,7 +96,7 @@ def next_token_loss(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def run_steps(
-    options: TrainOptions, pipeline: AutoPipeline, tokens: Tensor, console: Console, metrics: Path
+    options: TrainOptions, pipeline: AutoPipeline, tokens: Tensor, console: Console, output: Path
 ) -> list[float]:
     """Train, with one line of JSON per step, and return the loss of each step."""
     device = pipeline.device
@@ -103,33 +107,37 @@ def run_steps(
     )
     losses = []
     progress = StepProgress(console, options.steps)
-    with open(metrics if console.quiet is False else os.devnull, "w") as log, progress.shown():
-        for step in range(1, options.steps + 1):
-            started = time.perf_counter()
-            # Every rank draws the same batch: the first stage reads the ids, the last the labels.
-            input_ids, labels = draw_batch(
-                tokens, options.batch_size, options.seq_len, options.seed, step
-            )
-            out = pipeline.step(input_ids.to(device), target=labels.to(device))
-            norm = clip_grad_norm(MAX_GRAD_NORM, pipeline.parts)
-            optimizer.step()
-            optimizer.zero_grad()
-            assert out.loss is not None  # There is a target, so there is a loss.
-            losses.append(float(out.loss))
-            seconds = time.perf_counter() - started
+    with Checkpoints(output / "checkpoints", options.keep_last) as checkpoints:
+        done = 0
+        if options.resume:
+            done = checkpoints.load(pipeline, optimizer, learning_rate).step
+            if done >= options.steps:
+                raise OptionsError([f"--steps {options.steps}: the checkpoint has {done} already"])
+        log = Metrics(None if console.quiet else output / "metrics.jsonl", done)
+        with closing(log), progress.shown():
+            for step in range(done + 1, options.steps + 1):
+                started = time.perf_counter()
+                # Every rank draws the same batch: the first stage reads the ids, the last the
+                # labels.
+                input_ids, labels = draw_batch(
+                    tokens, options.batch_size, options.seq_len, options.seed, step
+                )
+                out = pipeline.step(input_ids.to(device), target=labels.to(device))
+                norm = clip_grad_norm(MAX_GRAD_NORM, pipeline.parts)
+                optimizer.step()
+                optimizer.zero_grad()
+                assert out.loss is not None  # There is a target, so there is a loss.
+                losses.append(float(out.loss))
+                seconds = time.perf_counter() - started
 
-            speed = labels.numel() / seconds
-            record = {
-                "step": step,
-                "loss": losses[-1],
-                "learning_rate": learning_rate.get_last_lr()[0],
-                "grad_norm": float(norm),
-                "tokens_per_second": round(speed, 1),
-                "step_seconds": round(seconds, 4),
-            }
-            print(json.dumps(record), file=log, flush=True)
-            progress.advance(step, losses[-1], speed, seconds)
-            learning_rate.step()
+                speed = labels.numel() / seconds
+                log.write(
+                    step, losses[-1], float(learning_rate.get_last_lr()[0]), norm, speed, seconds
+                )
+                progress.advance(step, losses[-1], speed, seconds)
+                learning_rate.step()
+                if options.checkpoint_every and step % options.checkpoint_every == 0:
+                    checkpoints.save(step, pipeline, optimizer, learning_rate, asynchronous=True)
     return losses
 
 
