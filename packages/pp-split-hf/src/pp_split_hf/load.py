@@ -125,6 +125,9 @@ class CheckpointWeights:
         done = 0
         if progress is not None:
             progress(0, total)
+        self._files.read_ahead(
+            self.stored[name] for conversion, _ in jobs for name, _ in conversion.sources
+        )
         for conversion, places in jobs:
             targets = {
                 name: [Destination.of(places, device, dtype, kept) for places in by_tensor]

@@ -3,7 +3,8 @@
 import json
 import math
 import mmap
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import torch
 
 _HEADER_LIMIT = 100_000_000  # as the safetensors library has it
+_AHEAD = 64 << 20  # bytes that the system is asked to read before they are touched
 _DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -153,6 +155,18 @@ class MappedFiles:
 
     def __init__(self) -> None:
         self._maps: dict[Path, mmap.mmap] = {}
+        self._wanted: deque[StoredTensor] = deque()
+        self._asked = 0
+
+    def read_ahead(self, wanted: Iterable[StoredTensor]) -> None:
+        """Say what will be touched, in order: the system reads on while copies are made.
+
+        Without it each page waits for the disk: two processes took twice as long for the same files
+        (Linux 6.18).
+        """
+        self._wanted = deque(wanted)
+        self._asked = 0
+        self._ask()
 
     def tensor(self, stored: StoredTensor) -> torch.Tensor:
         """Return a stored tensor on the CPU; writing to it never reaches the file."""
@@ -171,6 +185,17 @@ class MappedFiles:
         if end > begin:
             length = stored.begin + end - first
             self._map(stored.file).madvise(mmap.MADV_DONTNEED, first, length)
+            self._asked -= end - begin
+            self._ask()
+
+    def _ask(self) -> None:
+        while self._wanted and self._asked < _AHEAD:
+            stored = self._wanted.popleft()
+            first = stored.begin // mmap.PAGESIZE * mmap.PAGESIZE
+            length = stored.begin + stored.num_bytes - first
+            if stored.num_bytes:
+                self._map(stored.file).madvise(mmap.MADV_WILLNEED, first, length)
+                self._asked += stored.num_bytes
 
     def _map(self, file: Path) -> mmap.mmap:
         if file not in self._maps:
