@@ -36,7 +36,7 @@ from pp_autopipeline.reports import PipelineReports
 from pp_autopipeline.stage_summary import StageSummary, summarize_stages
 from pp_bufferpool import RecvBufferPool, install_recv_buffer_pool
 from pp_schedule import use_stage_shapes
-from pp_split_hf import Saveable, initialize_stage_weights
+from pp_split_hf import Saveable, allocate_stage_weights, initialize_stage_weights
 
 logger = logging.getLogger(__name__)
 
@@ -249,14 +249,24 @@ class AutoPipeline(PipelineReports):
             self.update_seq_len(self.pp_seq_len)
         return self
 
-    def materialize(self, seed: int = 0) -> "AutoPipeline":
+    def materialize(self, seed: int = 0, *, values: bool = True) -> "AutoPipeline":
         """Give parameters that are on the meta device memory and their first values.
 
         Values are those of the model's own initialisation from its config. They depend on `seed`
         and parameter names alone: any number of ranks and any split start alike. Make optimizers
         afterwards. Every rank calls it; only tied weights are sent.
+
+        Args:
+            seed: Same seed, same weights.
+            values: False for memory alone, which `Checkpoints.load` is going to fill.
         """
         parts = self._require().parts
+        assert isinstance(self.device, torch.device)
+        if not values:
+            for part in parts:
+                allocate_stage_weights(part, self.device, self.dtype)
+            self._require().tied.reshare()
+            return self
         source = "" if self._is_loaded else getattr(parts[0], "name_or_path", "")
         if source and any(p.device.type == "meta" for part in parts for p in part.parameters()):
             warn_once(
@@ -265,7 +275,6 @@ class AutoPipeline(PipelineReports):
                 f"read. To train them, call load_pretrained({source!r}) instead",
             )
         for part in parts:
-            assert isinstance(self.device, torch.device)
             initialize_stage_weights(part, self.device, self.dtype, seed)
         self._require().tied.reshare()
         self._require().tied.broadcast()

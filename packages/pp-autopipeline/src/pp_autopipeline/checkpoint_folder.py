@@ -7,7 +7,7 @@ import re
 import shutil
 from pathlib import Path
 
-from pp_split_hf.publish import flush, flush_folder, publish_folder
+from pp_split_hf.publish import flush, flush_folder, publish_folder, restore_folder
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +50,7 @@ class CheckpointFolder:
         """Return the step of the checkpoint that was saved last, if there is one.
 
         It is the one that the file `latest` names; where that is missing or names one that is not
-        complete, the complete one of the highest step.
+        complete, the complete one that was saved last.
         """
         steps = self.steps()
         try:
@@ -59,11 +59,24 @@ class CheckpointFolder:
             name = None
         if name and int(name[1]) in steps:
             return int(name[1])
-        return steps[-1] if steps else None
+        return max(steps, key=self._number) if steps else None
+
+    def restore(self) -> None:
+        """Give checkpoints their names back that were set aside by a save that was killed."""
+        for entry in self.path.glob(".step-*.old"):
+            restore_folder(self.path / entry.name.removeprefix(".").removesuffix(".old"))
+
+    def _number(self, step: int) -> int:
+        """Return which save a checkpoint is of; later ones have higher numbers."""
+        try:
+            return int(json.loads((self.of(step) / _MARKER).read_text())["number"])
+        except (OSError, ValueError, KeyError):
+            return 0
 
     def remove_leftovers(self) -> None:
         """Remove what saves and removals left behind that were killed, where that can be done."""
         try:
+            self.restore()
             for entry in self.path.iterdir() if self.path.is_dir() else ():
                 is_torn = _NAME.fullmatch(entry.name) and not is_complete(entry)
                 if entry.name.startswith(".step-") or is_torn:
@@ -89,14 +102,15 @@ class CheckpointFolder:
             )
         flush_folder(partial)
         is_new = not is_complete(final)
+        number = 1 + max(map(self._number, self.steps()), default=0)
         try:
             if is_new:
                 partial.rename(final)
                 flush(self.path)
-                _mark(final)
+                _mark(final, number)
             else:
                 # The two change places in one step, as the old one may be the only checkpoint.
-                _mark(partial)
+                _mark(partial, number)
                 publish_folder(partial, final)
             _write(self.path / "latest", f"{final.name}\n")
         except OSError:
@@ -113,7 +127,8 @@ class CheckpointFolder:
         if self._keep_last is None:
             return
         try:
-            steps = self.steps()
+            # Not the highest: a run that was begun again has lower steps than what it left.
+            steps = sorted(self.steps(), key=self._number)
             kept = {saved, *steps[-self._keep_last :]}
             if self._keep_every is not None:
                 kept |= {step for step in steps if step % self._keep_every == 0}
@@ -139,9 +154,9 @@ def is_complete(folder: Path) -> bool:
         return False
 
 
-def _mark(folder: Path) -> None:
+def _mark(folder: Path, number: int) -> None:
     sizes = {entry.name: entry.stat().st_size for entry in sorted(folder.iterdir())}
-    _write(folder / _MARKER, json.dumps({"bytes": sizes}, indent=1))
+    _write(folder / _MARKER, json.dumps({"number": number, "bytes": sizes}, indent=1))
 
 
 def _write(path: Path, text: str) -> None:

@@ -120,6 +120,8 @@ class Checkpoints:
             tensors = {} if problems else state.read(step, data, self._ranks.rank)
         except ValueError as error:
             problems.append(str(error))
+        except Exception as error:  # of the user's own `state_dict`: no rank waits for another
+            problems.append(f"{type(error).__name__}: {error}")
         if self._ranks.rank == 0:
             self._folder.remove_leftovers()
         everyone = self._ranks.gather((step, problems))
@@ -241,6 +243,7 @@ class Checkpoints:
         found: Any = None
         if self._ranks.rank == 0:
             try:
+                self._folder.restore()
                 complete = self._folder.steps()
                 chosen = self._folder.latest() if step is None else step
                 if chosen not in complete:

@@ -138,7 +138,14 @@ def set_scheduler(scheduler: Any, saved: dict[str, Any]) -> None:
         lists = {k: [of(g) for g in groups] for k, of in _PER_GROUP.items() if k in now}
         inner = zip(state.get("_schedulers", []), now.get("_schedulers", []), strict=True)
         nested = [fill(*pair) for pair in inner]
-        return {**state, **lists, **({"_schedulers": nested} if nested else {})}
+        # Other lists per group, such as the least rates, are as this run made them.
+        own = {
+            key: value
+            for key, value in now.items()
+            if isinstance(value, list) and groups and key != "_schedulers"
+            if key not in _PER_GROUP and len(value) != len(state.get(key, value))
+        }
+        return {**state, **lists, **own, **({"_schedulers": nested} if nested else {})}
 
     scheduler.load_state_dict(fill(saved, scheduler.state_dict()))
 

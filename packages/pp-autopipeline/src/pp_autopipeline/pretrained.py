@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from pp_autopipeline.pipeline import BuiltPipeline
+from pp_autopipeline.torch_private import root_mesh
 from pp_split_hf import (
     AllOrNone,
     CheckpointError,
@@ -29,13 +30,13 @@ def load_pretrained(
     progress: Callable[[int, int], None] | None,
 ) -> None:
     """Read the weights of this rank's stages; see `AutoPipeline.load_pretrained`."""
-    ranks = AllOrNone(_group(mesh))
+    ranks = AllOrNone(_group(root_mesh(mesh)))
     part = stage_part(built.parts[0])
     assert part is not None
     # 1. Everything that can be wrong is found before anything is read.
     with ranks.step(f"cannot load {checkpoint}", error=CheckpointError):
         weights = CheckpointWeights(part.skeleton, checkpoint)
-        if problems := weights.problems(allow_missing, allow_unexpected):
+        if problems := weights.problems(built.parts, allow_missing, allow_unexpected):
             raise CheckpointError("\n  ".join(problems))
     # 2. What this rank owns.
     with ranks.step(f"cannot load {checkpoint}"):
@@ -52,6 +53,7 @@ def save_pretrained(
     max_shard_size: int,
 ) -> None:
     """Write all stages as one checkpoint; see `AutoPipeline.save_pretrained`."""
+    mesh = root_mesh(mesh)  # a slice of it does not know its replicas
     names, coordinate = mesh.mesh_dim_names, mesh.get_coordinate()
     assert names is not None
     assert coordinate is not None
@@ -66,6 +68,18 @@ def save_pretrained(
     )
 
 
+_groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
+
+
 def _group(mesh: DeviceMesh) -> dist.ProcessGroup | None:
     """Return the group of all ranks of a mesh; None for all of the job."""
-    return mesh.get_group() if mesh.ndim == 1 else None
+    ranks = tuple(mesh.mesh.flatten().tolist())
+    if len(ranks) == dist.get_world_size():
+        return None
+    if mesh.ndim == 1:
+        return mesh.get_group()
+    if ranks not in _groups:
+        made = dist.new_group(list(ranks), use_local_synchronization=True)
+        assert isinstance(made, dist.ProcessGroup)
+        _groups[ranks] = made
+    return _groups[ranks]

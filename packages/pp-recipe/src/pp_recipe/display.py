@@ -111,14 +111,15 @@ class StepProgress:
 
 
 def show_result(
-    console: Console, options: TrainOptions, first_loss: float, last_loss: float, sample: str
+    console: Console, options: TrainOptions, first_loss: float, last_loss: float, sample: str | None
 ) -> None:
     """Print what came out of the run, and what to try next."""
     output = options.output
     console.print(f"\nLoss {first_loss:.3f} at the start, {last_loss:.3f} at the end.")
     console.print(f"Written to {output}/: schedule.png, metrics.jsonl, checkpoint/", markup=False)
-    console.print("\nA sample:")
-    console.print(sample, style="italic", markup=False, highlight=False)
+    if sample is not None:
+        console.print("\nA sample:")
+        console.print(sample, style="italic", markup=False, highlight=False)
     again = "interleaved_1f1b" if options.schedule == "1f1b" else "1f1b"
     console.print(
         "\nTry next:\n"

@@ -141,7 +141,13 @@ class TrainOptions:
                 f"--output {self.output} holds a 'checkpoint' that is no Hugging Face checkpoint "
                 "and would be replaced: name another folder"
             ]
-        if self.resume and not any(output.glob("checkpoints/step-*")):
+        there = any(output.glob("checkpoints/step-*"))
+        if there and self.checkpoint_every is not None and not self.resume:
+            return [
+                f"--output {self.output} has checkpoints of another run: give --resume to go on "
+                "with it, or name another folder"
+            ]
+        if self.resume and not there:
             return [
                 f"--resume: there is no checkpoint in {output / 'checkpoints'}; a run with "
                 "--checkpoint-every N leaves some"

@@ -61,7 +61,8 @@ def train(options: TrainOptions) -> None:
     pipeline.save_pretrained(checkpoint, tokenizer=tokenizer)
     destroy_distributed()
     if info.is_main:
-        sample = write_sample(checkpoint)
+        # Of a model of someone's own no process here may have room for the whole.
+        sample = write_sample(checkpoint) if options.model is None else None
         show_result(console, options, losses[0], fmean(losses[-10:]), sample)
 
 
@@ -83,7 +84,9 @@ def fill_pipeline(options: TrainOptions, pipeline: AutoPipeline, console: Consol
 
     Where training is resumed they are read later, with all the rest.
     """
-    if options.model is None or options.resume:
+    if options.resume:
+        pipeline.materialize(values=False)
+    elif options.model is None:
         pipeline.materialize(seed=options.seed)
     else:
         with reading_shown(console) as progress:

@@ -4,7 +4,11 @@ from pp_split_hf.all_or_none import AllOrNone
 from pp_split_hf.crossing import Crossing, Place, Slot
 from pp_split_hf.empty import init_empty_weights
 from pp_split_hf.hub import resolve_checkpoint
-from pp_split_hf.initialize import initialize_stage_weights, move_stages
+from pp_split_hf.initialize import (
+    allocate_stage_weights,
+    initialize_stage_weights,
+    move_stages,
+)
 from pp_split_hf.layout import ModelLayout, find_layout
 from pp_split_hf.load import CheckpointWeights, load_stage_weights
 from pp_split_hf.plan import (
@@ -48,6 +52,7 @@ __all__ = [
     "TiedParameters",
     "ZeroStandIn",
     "accepts",
+    "allocate_stage_weights",
     "check_config_support",
     "check_pipeline_support",
     "check_stage_fqns",

@@ -60,19 +60,28 @@ class Destination:
         return cls(places, new, False)
 
     @property
-    def is_flat(self) -> bool:
-        """Whether it takes a tensor in pieces."""
-        return self._region is None and self._local.is_contiguous()
+    def is_shard(self) -> bool:
+        """Whether it takes a part of a tensor alone."""
+        return self._region is not None
+
+    def view(self, region: tuple[int | slice, ...] = ()) -> torch.Tensor:
+        """Return the memory of a region; of a shard there are none."""
+        return self._local[region]
 
     @torch.no_grad()
     def fill(self, value: torch.Tensor) -> None:
         """Fill it from the whole tensor, of which it may be a shard."""
         self._local.copy_(value if self._region is None else value[self._region])
 
-    @torch.no_grad()
-    def fill_flat(self, begin: int, piece: torch.Tensor) -> None:
-        """Fill the elements from `begin` on, in the order of memory."""
-        self._local.view(-1)[begin : begin + piece.numel()].copy_(piece)
+    def take(self, value: torch.Tensor) -> None:
+        """Fill it with a tensor that nobody else has, without a copy where that will do."""
+        alike = (value.device, value.dtype, value.shape) == (
+            self.tensor.device, self.tensor.dtype, self.tensor.shape,
+        )  # fmt: skip
+        if self._is_there or self.is_shard or not alike or not value.is_contiguous():
+            self.fill(value)
+        else:
+            self.tensor = value
 
     def install(self) -> None:
         """Put the tensor where it belongs, under all its names."""

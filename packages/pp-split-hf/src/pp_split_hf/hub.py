@@ -8,6 +8,8 @@ from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 from pp_split_hf.safetensors_files import CheckpointError, find_files
 
 _WANTED = ["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja", "*.py"]
+# The same weights once more, in the layout of their authors.
+_NOT_WANTED = ["original/*", "consolidated*"]
 
 
 def resolve_checkpoint(checkpoint: str | Path) -> Path:
@@ -30,7 +32,11 @@ def resolve_checkpoint(checkpoint: str | Path) -> Path:
             folder = Path(snapshot_download(str(checkpoint), local_files_only=True))
             find_files(folder)  # the cache may have some of its files only
         except (LocalEntryNotFoundError, CheckpointError):
-            folder = Path(snapshot_download(str(checkpoint), allow_patterns=_WANTED))
+            folder = Path(
+                snapshot_download(
+                    str(checkpoint), allow_patterns=_WANTED, ignore_patterns=_NOT_WANTED
+                )
+            )
     except HFValidationError as error:
         raise CheckpointError(f"{checkpoint} is no folder and no file") from error
     except Exception as error:  # of the network, of the hub, of rights

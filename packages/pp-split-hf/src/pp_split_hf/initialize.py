@@ -9,6 +9,8 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.initialization import guard_torch_init_functions
 
+from pp_split_hf.dtypes import cast_dtypes
+from pp_split_hf.prune import stage_part
 from pp_split_hf.torch_private import (
     replace_buffers,
     replace_parameters,
@@ -34,11 +36,13 @@ def initialize_stage_weights(
     Args:
         part: A stage's module, or a whole model.
         device: Where the weights are to be.
-        dtype: Of floating point parameters; None keeps theirs. Buffers always keep theirs.
+        dtype: Of floating point parameters, but for those that the architecture keeps in float32;
+            None keeps theirs. Buffers always keep theirs.
         seed: Same seed, same weights.
 
     Raises:
-        ValueError: If only some parameters of a module are on the meta device.
+        ValueError: If only some parameters of a module are on the meta device, or if a buffer is
+            that the model's own initialisation does not fill.
     """
     empty = {
         name
@@ -59,6 +63,7 @@ def initialize_stage_weights(
             "or none"
         )
     place_stage(part, device, dtype)
+    tables = {name: _mark(b) for name, b in part.named_buffers() if name in empty}
     devices = [torch.device(device)] if torch.device(device).type == "cuda" else []
     with torch.random.fork_rng(devices=devices), guard_torch_init_functions():
         done: set[int] = set()
@@ -69,6 +74,25 @@ def initialize_stage_weights(
             torch.manual_seed(zlib.crc32(f"{seed}:{fqn}".encode()))
             model._init_weights(module)
             done |= own
+    for name, table in tables.items():
+        _check_filled(name, table)
+
+
+@torch.no_grad()
+def allocate_stage_weights(
+    part: nn.Module, device: torch.device | str | int, dtype: torch.dtype | None = None
+) -> None:
+    """Give a stage's meta parameters memory on `device` and no values: to be filled from elsewhere.
+
+    Args:
+        part: A stage's module; see `split_model_into_stages`.
+        device: Where the weights are to be.
+        dtype: As for `initialize_stage_weights`.
+    """
+    known = stage_part(part)
+    if known is not None:
+        initialize_buffers(part, known.skeleton, device)
+    place_stage(part, device, dtype)
 
 
 @torch.no_grad()
@@ -83,6 +107,9 @@ def initialize_buffers(
         part: A stage's module.
         skeleton: The whole model on the meta device.
         device: Where the tables are to be.
+
+    Raises:
+        ValueError: If the model's own initialisation does not fill one.
     """
     stored = part.state_dict().keys()
     devices = [torch.device(device)] if torch.device(device).type == "cuda" else []
@@ -96,11 +123,13 @@ def initialize_buffers(
             double = copy.deepcopy(skeleton.get_submodule(fqn))
             for name in empty:
                 table = torch.empty_like(named[name], device=device)
-                setattr(double, name.rpartition(".")[2], table)
+                setattr(double, name.rpartition(".")[2], _mark(table))
             model._init_weights(double)
             for name in empty:
                 attribute = name.rpartition(".")[2]
-                setattr(module, attribute, getattr(double, attribute))
+                table = getattr(double, attribute)
+                _check_filled(name, table)
+                setattr(module, attribute, table)
 
 
 def move_stages(
@@ -114,14 +143,16 @@ def move_stages(
     Args:
         parts: Modules of one rank's stages; what two of them share stays shared.
         device: Where its tensors are to be.
-        dtype: Of floating point parameters; None keeps theirs. Buffers always keep theirs.
+        dtype: Of floating point parameters, but for those that the architecture keeps in float32;
+            None keeps theirs. Buffers always keep theirs.
     """
     moved: dict[int, nn.Parameter] = {}
+    dtypes = {id(p): cast for part in parts for _, p, cast in cast_dtypes(part, dtype)}
 
     def move(parameter: nn.Parameter) -> nn.Parameter:
-        cast = dtype if parameter.is_floating_point() else None
+        cast = dtypes[id(parameter)]
         there = device if parameter.device.type != "meta" else "meta"
-        data = parameter.detach().to(device=there, dtype=cast or parameter.dtype)
+        data = parameter.detach().to(device=there, dtype=cast)
         if data.device == parameter.device and data.dtype == parameter.dtype:
             return parameter
         if id(parameter) not in moved:  # one that two modules share stays one
@@ -137,12 +168,13 @@ def place_stage(
     part: nn.Module, device: torch.device | str | int, dtype: torch.dtype | None
 ) -> None:
     """Put a stage's tensors on a device; meta ones get memory without values."""
+    dtypes = {id(parameter): cast for _, parameter, cast in cast_dtypes(part, dtype)}
 
     def place(tensor: torch.Tensor) -> torch.Tensor:
-        cast = dtype if isinstance(tensor, nn.Parameter) and tensor.is_floating_point() else None
+        cast = dtypes.get(id(tensor), tensor.dtype)
         if tensor.device.type == "meta":
-            return torch.empty_like(tensor, device=device, dtype=cast or tensor.dtype)
-        return tensor.to(device=device, dtype=cast or tensor.dtype)
+            return torch.empty_like(tensor, device=device, dtype=cast)
+        return tensor.to(device=device, dtype=cast)
 
     shared = _shared_names(part)
     replace_tensors(part, place)
@@ -151,6 +183,24 @@ def place_stage(
         for other in others:
             owner, _, name = other.rpartition(".")
             set_parameter(part.get_submodule(owner), name, parameter)
+
+
+def _mark(table: torch.Tensor) -> torch.Tensor:
+    """Fill a table with what no architecture fills one with, and return it."""
+    if table.is_floating_point():
+        return table.fill_(torch.nan)
+    return table if table.dtype == torch.bool else table.fill_(torch.iinfo(table.dtype).min)
+
+
+def _check_filled(name: str, table: torch.Tensor) -> None:
+    if table.numel() == 0 or table.dtype == torch.bool:
+        return
+    lowest = None if table.is_floating_point() else torch.iinfo(table.dtype).min
+    if bool((table.isnan() if lowest is None else table == lowest).all()):
+        raise ValueError(
+            f"{name} is on the meta device and the architecture's own initialisation does not fill "
+            "it: build the model under init_empty_weights(), which keeps buffers real"
+        )
 
 
 def _shared_names(part: nn.Module) -> list[list[str]]:

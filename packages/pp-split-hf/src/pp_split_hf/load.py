@@ -20,13 +20,13 @@ from pp_split_hf.safetensors_files import (
     find_files,
     read_headers,
 )
-from pp_split_hf.transformers_private import float32_names, run_transform
+from pp_split_hf.transformers_private import Region, float32_names, regions, run_transform
 from pp_split_hf.weight_map import Conversion, WeightMap, map_weights, same_tensors
 
 Progress = Callable[[int, int], None]
 """Called with the bytes read so far and those to be read in all."""
 
-_PIECE = 32 << 20  # bytes of a file that are in memory beside their copy
+_PIECE = 4 << 20  # bytes of a file that are in memory beside their copy
 
 
 def load_stage_weights(
@@ -67,7 +67,7 @@ def load_stage_weights(
     if known is None:
         raise TypeError("part is no stage's module: make it with split_model_into_stages")
     weights = CheckpointWeights(known.skeleton, checkpoint)
-    if problems := weights.problems(allow_missing, allow_unexpected):
+    if problems := weights.problems([part], allow_missing, allow_unexpected):
         raise CheckpointError("\n".join(problems))
     weights.load([part], device, dtype, progress)
 
@@ -94,8 +94,17 @@ class CheckpointWeights:
         """How the stored tensors become the model's."""
         return map_weights(self.skeleton, self.stored)
 
-    def problems(self, allow_missing: bool = False, allow_unexpected: bool = False) -> list[str]:
-        """Return all that is wrong, the same on every rank; nothing is sent."""
+    def problems(
+        self,
+        parts: Sequence[nn.Module],
+        allow_missing: bool = False,
+        allow_unexpected: bool = False,
+    ) -> list[str]:
+        """Return all that is wrong; nothing is sent.
+
+        It is the same on every rank, but for a weight that is stored twice: that is told where
+        `parts` have it.
+        """
         config: Any = getattr(self.skeleton, "config", None)
         if getattr(config, "quantization_config", None) is not None:
             return [
@@ -103,11 +112,12 @@ class CheckpointWeights:
                 "read: dequantize it first"
             ]
         problems = self.map.problems(self.checkpoint, allow_missing, allow_unexpected)
+        held = {name for part in parts for name in part.state_dict()}
         return problems + [
             f"{self.checkpoint} has {first} and {second} with different values, which are one "
             "weight in the model: set tie_word_embeddings=False in its config, or drop one"
             for first, second in self._stored_twice()
-            if not self._equal(first, second)
+            if held & {first, second} and self._differ(first, second)
         ]
 
     def load(
@@ -169,42 +179,66 @@ class CheckpointWeights:
         self, conversion: Conversion, targets: dict[str, list[Destination]]
     ) -> Iterator[int]:
         """Fill destinations; yield the number of bytes read, piece by piece."""
+        stored = [self.stored[name] for name, _ in conversion.sources]
+        several = [destination for each in targets.values() for destination in each]
         if conversion.is_rename:
-            stored = self.stored[conversion.sources[0][0]]
-            [destinations] = targets.values()
-            yield from self._copy(stored, destinations)
+            yield from self._copy(stored[0], several, ())
             return
-        dtype = next(d for several in targets.values() for d in several).tensor.dtype
-        sources = [
-            (name, pattern, self._files.tensor(self.stored[name]).to(dtype))
-            for name, pattern in conversion.sources
-        ]
+        patterns = [pattern for _, pattern in conversion.sources]
+        shapes = [each.shape for each in stored]
+        places = regions(conversion.transform, list(zip(patterns, shapes, strict=True)))
+        if places is not None and not any(destination.is_shard for destination in several):
+            for each, region in zip(stored, places, strict=True):
+                yield from self._copy(each, several, region)
+            return
+        sources = [self._as(each, several[0].tensor.dtype) for each in stored]
+        own = {source.untyped_storage().data_ptr() for source in sources}
+        named = [(*name, source) for name, source in zip(conversion.sources, sources, strict=True)]
+        del sources
         transform = copy.deepcopy(conversion.transform)
-        made = run_transform(transform, conversion.name, sources, self.skeleton)
+        made = run_transform(transform, conversion.name, named, self.skeleton)
+        del named
         for name, destinations in targets.items():
-            for destination in destinations:
-                destination.fill(made[name])
-        for name, _ in conversion.sources:
-            self._files.release(self.stored[name])
+            value = made.pop(name)
+            # The whole of a storage that is no source's: nobody else has it.
+            storage = value.untyped_storage()
+            is_own = storage.nbytes() == value.nbytes and storage.data_ptr() not in own
+            for destination in destinations[1:]:
+                destination.fill(value)
+            (destinations[0].take if is_own else destinations[0].fill)(value)
+        for each in stored:
+            self._files.release(each)
         yield self._num_bytes(conversion)
 
-    def _copy(self, stored: StoredTensor, destinations: list[Destination]) -> Iterator[int]:
-        """Copy a tensor as it is; yield the number of bytes of each piece."""
+    def _as(self, stored: StoredTensor, dtype: torch.dtype) -> torch.Tensor:
+        """Return a stored tensor as another dtype; as its own it is the file's own bytes."""
         value = self._files.tensor(stored)
-        if any(not destination.is_flat for destination in destinations):
+        if value.dtype != dtype:
+            value = value.to(dtype)
+            self._files.release(stored)
+        return value
+
+    @torch.no_grad()
+    def _copy(
+        self, stored: StoredTensor, destinations: list[Destination], region: Region
+    ) -> Iterator[int]:
+        """Copy a tensor into a region as it is; yield the number of bytes of each piece."""
+        value = self._files.tensor(stored)
+        if value.ndim == 0 or any(destination.is_shard for destination in destinations):
             for destination in destinations:
                 destination.fill(value)
             self._files.release(stored)
             yield stored.num_bytes
             return
-        step = _PIECE // stored.dtype.itemsize
-        for begin in range(0, value.numel(), step):
-            piece = value.view(-1)[begin : begin + step]
-            for destination in destinations:
-                destination.fill_flat(begin, piece)
-            first, size = begin * stored.dtype.itemsize, piece.numel() * stored.dtype.itemsize
-            self._files.release(stored, first, first + size)
-            yield size
+        views = [destination.view(region) for destination in destinations]
+        row = stored.num_bytes // max(1, len(value))
+        rows = max(1, _PIECE // max(1, row))
+        for begin in range(0, len(value), rows):
+            piece = value[begin : begin + rows]
+            for view in views:
+                view[begin : begin + rows].copy_(piece)
+            self._files.release(stored, piece.nbytes)
+            yield piece.nbytes
 
     def _position(self, conversion: Conversion) -> tuple[Path, int]:
         first = self.stored[conversion.sources[0][0]]
@@ -219,12 +253,20 @@ class CheckpointWeights:
         groups = [[n for n in group if n in made] for group in same_tensors(self.skeleton)]
         return [(first, other) for first, *others in filter(None, groups) for other in others]
 
-    def _equal(self, first: str, second: str) -> bool:
+    def _differ(self, first: str, second: str) -> bool:
+        """Return whether two tensors are stored with different values, as far as that is easy."""
         made = {conversion.name: conversion for conversion in self.map.conversions}
-        stored = [self.stored[made[name].sources[0][0]] for name in (first, second)]
-        if any(not made[name].is_rename for name in (first, second)):
+        if not (first in made and second in made and made[first].is_rename):
             return False
-        equal = torch.equal(*(self._files.tensor(each) for each in stored))
-        for each in stored:
-            self._files.release(each)
-        return equal
+        if not made[second].is_rename:
+            return False
+        one, other = (self.stored[made[name].sources[0][0]] for name in (first, second))
+        values = [self._files.tensor(each).view(-1) for each in (one, other)]
+        step = _PIECE // max(one.dtype.itemsize, other.dtype.itemsize)
+        for begin in range(0, len(values[0]), step):
+            a, b = (value[begin : begin + step] for value in values)
+            if not torch.equal(a, b.to(a.dtype)):
+                return True
+            self._files.release(one, a.nbytes)
+            self._files.release(other, b.nbytes)
+        return False

@@ -4,6 +4,7 @@ import ctypes
 import errno
 import os
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
 _AT_FDCWD = -100
@@ -15,7 +16,8 @@ def publish_folder(new: Path, final: Path) -> None:
 
     Everything in it is flushed to disk first. A folder that has the name already is replaced: the
     two change names in one step where the system can (Linux 3.15, `renameat2`); elsewhere the old
-    one is set aside under the name `.NAME.old` for a moment.
+    one is set aside under the name `.NAME.old` for a moment, and `restore_folder` is for what a kill
+    leaves in that moment.
 
     Args:
         new: The finished folder, on the same file system as `final`.
@@ -28,7 +30,7 @@ def publish_folder(new: Path, final: Path) -> None:
     elif _exchange(new, final):
         old = new
     else:
-        old = final.with_name(f".{final.name}.old")
+        old = _set_aside(final)
         shutil.rmtree(old, ignore_errors=True)
         final.rename(old)
         new.rename(final)
@@ -36,6 +38,43 @@ def publish_folder(new: Path, final: Path) -> None:
     if old is not None:
         # The new one is in its place: what cannot be removed is in nobody's way.
         shutil.rmtree(old, ignore_errors=True)
+
+
+def restore_folder(final: Path) -> None:
+    """Give a folder its name back that `publish_folder` had set aside when it was killed."""
+    old = _set_aside(final)
+    if old.is_dir() and not final.exists():
+        old.rename(final)
+        flush(final.parent)
+
+
+def carry_over(old: Path, new: Path, leave: Sequence[str]) -> None:
+    """Put what a folder has and its successor has not into the successor, without moving anything.
+
+    Args:
+        old: The folder that will be replaced.
+        new: The one that will replace it.
+        leave: Patterns of the names of files that are not wanted any more.
+    """
+    for entry in old.iterdir():
+        target = new / entry.name
+        if target.exists() or any(entry.match(pattern) for pattern in leave):
+            continue
+        if entry.is_dir() and not entry.is_symlink():
+            shutil.copytree(entry, target, symlinks=True, copy_function=_link)
+        else:
+            _link(entry, target)
+
+
+def _link(source: str | Path, target: str | Path) -> None:
+    try:
+        os.link(source, target, follow_symlinks=False)
+    except OSError:  # the file system has no links
+        shutil.copy2(source, target, follow_symlinks=False)
+
+
+def _set_aside(final: Path) -> Path:
+    return final.with_name(f".{final.name}.old")
 
 
 def flush_folder(folder: Path) -> None:

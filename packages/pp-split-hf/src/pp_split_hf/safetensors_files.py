@@ -178,14 +178,15 @@ class MappedFiles:
         )
         return flat.view(stored.shape)
 
-    def release(self, stored: StoredTensor, begin: int = 0, end: int | None = None) -> None:
-        """Take the bytes from `begin` to `end` of a stored tensor out of the process's memory."""
-        end = stored.num_bytes if end is None else end
-        first = (stored.begin + begin) // mmap.PAGESIZE * mmap.PAGESIZE
-        if end > begin:
-            length = stored.begin + end - first
-            self._map(stored.file).madvise(mmap.MADV_DONTNEED, first, length)
-            self._asked -= end - begin
+    def release(self, stored: StoredTensor, num_bytes: int | None = None) -> None:
+        """Take the file's pages out of the process's memory, `num_bytes` of a tensor being done with.
+
+        All of the file's: with each page that is touched the system maps some around it, of tensors
+        that were released before.
+        """
+        if stored.num_bytes:
+            self._map(stored.file).madvise(mmap.MADV_DONTNEED)
+            self._asked -= stored.num_bytes if num_bytes is None else num_bytes
             self._ask()
 
     def _ask(self) -> None:

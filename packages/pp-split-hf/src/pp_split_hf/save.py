@@ -18,9 +18,12 @@ from transformers import PreTrainedModel
 
 from pp_split_hf.all_or_none import AllOrNone
 from pp_split_hf.prune import StagePart, stage_part
-from pp_split_hf.publish import flush, publish_folder
+from pp_split_hf.publish import carry_over, flush, publish_folder, restore_folder
 from pp_split_hf.stored_names import Units, kept_names, shapes, stored_units
 from pp_split_hf.transformers_private import copy_custom_code, stored_form
+
+# Files of weights of an earlier checkpoint, which go with it.
+_WEIGHTS = ("model*.safetensors", "model.safetensors.index.json", "pytorch_model*.bin*")
 
 Tensors = dict[str, tuple[int, torch.Tensor]]
 """By name, the stage and the tensor."""
@@ -63,8 +66,8 @@ def save_pretrained_pipeline(
     sharded tensor its shards, one tensor at a time. Names and tensors are those that
     `save_pretrained` writes: the conversions that loading made are turned round, and a tied weight
     is written once. The folder is complete or absent: it is written aside as `.NAME.partial`,
-    flushed, and renamed; a checkpoint that has its name already is replaced at once, with all that
-    is in its folder.
+    flushed, and renamed; a checkpoint that has its name already is replaced at once. Whatever else
+    its folder has (a tokenizer, a model card) stays.
 
     Every rank of `group` calls it, and all or none of them raise. `path` must be on a file system
     that all of them share.
@@ -100,6 +103,7 @@ def save_pretrained_pipeline(
     # 2. The files, aside.
     with ranks.step(failure):
         if ranks.rank == 0:
+            restore_folder(path)
             _check_replaceable(path)
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir(parents=True)
@@ -120,6 +124,8 @@ def save_pretrained_pipeline(
             _write_config(partial, known[0].skeleton, everyone)
             if tokenizer is not None:
                 tokenizer.save_pretrained(partial)
+            if path.is_dir():
+                carry_over(path, partial, _WEIGHTS)
     # 3. At once in its place.
     with ranks.step(failure, clean_up):
         if ranks.rank == 0:
@@ -193,7 +199,7 @@ def _shards(
 
 
 def _check_replaceable(path: Path) -> None:
-    """Refuse to replace what is no checkpoint: all in a folder that is replaced is lost."""
+    """Refuse to write into a folder of something else."""
     if not path.exists():
         return
     if not path.is_dir():

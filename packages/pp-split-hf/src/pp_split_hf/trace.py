@@ -10,6 +10,7 @@ from torch import nn
 from torch.func import functional_call
 
 from pp_split_hf.crossing import Crossing, Cut
+from pp_split_hf.dtypes import cast_dtypes
 from pp_split_hf.fakes import EveryElementCounts, as_if_for_tracing
 from pp_split_hf.flow import Call, Flow, Path, leaves_of
 from pp_split_hf.shapes import (
@@ -99,6 +100,7 @@ def _record(
         handles.append(module.register_forward_pre_hook(recorder.enter(fqn), with_kwargs=True))
         handles.append(module.register_forward_hook(recorder.leave(fqn), with_kwargs=True))
     before = [(module, dict(vars(module))) for module in model.modules()]
+    dtypes = {name: cast for name, _, cast in cast_dtypes(model, dtype)}
     try:
         # With gradients: what depends on weights tells itself by requiring one.
         with torch.enable_grad(), as_if_for_tracing(model), fake_tensors(), EveryElementCounts():
@@ -107,10 +109,9 @@ def _record(
                 for name, buffer in model.named_buffers()
             }
             for name, parameter in model.named_parameters():
-                cast = dtype if parameter.is_floating_point() else None
                 tensors[name] = torch.empty(
                     parameter.shape,
-                    dtype=cast or parameter.dtype,
+                    dtype=dtypes[name],
                     requires_grad=parameter.is_floating_point(),
                 )
             recorder.parameters = {id(tensor): name for name, tensor in tensors.items()}

@@ -15,6 +15,8 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
+    Concatenate,
+    MergeModulelist,
     WeightConverter,
     WeightRenaming,
     WeightTransform,
@@ -85,6 +87,47 @@ def run_transform(
         transform.add_tensor(name, stored, pattern, tensor)
     made = transform.convert(name, model=skeleton, config=getattr(skeleton, "config", None))
     return {key: value[0] if isinstance(value, list) else value for key, value in made.items()}
+
+
+Region = tuple[int | slice, ...]
+
+
+def regions(transform: Any, sources: list[tuple[str, tuple[int, ...]]]) -> list[Region] | None:
+    """Return where each source lies in the one tensor that a transform makes, side by side.
+
+    Args:
+        transform: See `NameTranslation.transform`.
+        sources: Pattern and shape of everything that goes in, in order.
+
+    Returns:
+        An index into the result per source; None for a transform that does more than stack and
+        concatenate.
+    """
+    kinds = [type(operation) for operation in transform.operations]
+    if kinds not in ([MergeModulelist], [Concatenate], [MergeModulelist, Concatenate]):
+        return None
+    along = {type(operation): operation.dim for operation in transform.operations}
+    stacked = MergeModulelist in along
+    found: dict[int, Region] = {}
+    offset = 0
+    for pattern in transform.source_patterns:
+        numbers = [i for i, (of, _) in enumerate(sources) if of == pattern]
+        for position, number in enumerate(numbers):
+            shape = list(sources[number][1])
+            region: list[int | slice] = [slice(None)] * (len(shape) + stacked)
+            if stacked:
+                shape.insert(along[MergeModulelist], len(numbers))
+                region[along[MergeModulelist]] = position
+            if Concatenate in along and region[along[Concatenate]] == slice(None):
+                size = shape[along[Concatenate]]
+                region[along[Concatenate]] = slice(offset, offset + size)
+                offset += 0 if stacked else size
+            elif Concatenate in along:
+                region[along[Concatenate]] = offset + position
+            found[number] = tuple(region)
+        if stacked and Concatenate in along and numbers:
+            offset += shape[along[Concatenate]]
+    return [found[number] for number in range(len(sources))]
 
 
 def stored_form(skeleton: nn.Module, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
