@@ -336,6 +336,21 @@ def test_a_picture_of_the_schedule(mesh: DeviceMesh, llama: Llama, tmp_path: Pat
     assert path.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
 
 
+def test_other_pictures_of_the_schedule(mesh: DeviceMesh, llama: Llama, tmp_path: Path) -> None:
+    ap = build(mesh, llama(2))
+    for suffix, begins in (
+        ("html", "<!doctype html>"),
+        ("json", '{"traceEvents":['),
+        ("txt", "1f1b, 1 stages\nrank 0 F0 B0"),
+    ):
+        path = tmp_path / f"schedule.{suffix}"
+        ap.visualize_current_schedule(path)
+        assert path.read_text(encoding="utf-8").startswith(begins)
+    with pytest.raises(ValueError, match=r"\.pdf.*one of \.png, \.html, \.json, \.txt"):
+        ap.visualize_current_schedule(tmp_path / "schedule.pdf")
+    assert not (tmp_path / "schedule.pdf").exists()
+
+
 # --- errors
 
 

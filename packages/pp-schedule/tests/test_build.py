@@ -9,7 +9,7 @@ from torch.distributed.pipelining import PipelineStage
 from torch.nn.functional import mse_loss
 
 from pp_schedule import (
-    Costs,
+    StageCosts,
     build_forward_only_schedule,
     build_pipeline_schedule,
     dump_csv,
@@ -170,7 +170,7 @@ def test_a_csv_overrides_the_name(fake_stages: Callable[..., list[Any]], tmp_pat
 
 def test_a_picture_of_what_is_built(fake_stages: Callable[..., list[Any]]) -> None:
     schedule = build_pipeline_schedule(None, "gpipe", 1, 8, fake_stages(0, 4, (0,), 4), None)
-    timeline = simulate(schedule_order(schedule), Costs(1.0, 1.0, 1.0))
+    timeline = simulate(schedule_order(schedule), StageCosts(1.0, 1.0, 1.0))
     assert timeline.bubble_fraction == pytest.approx(3 / 11)
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from pp_schedule import Action, Costs, draw_png, draw_text
+from pp_schedule import Action, StageCosts, Timeline, draw_png, draw_text, simulate
 from pp_schedule.orders import breadth_first_order, gpipe_order, one_f_one_b_order
 
 
@@ -36,7 +36,7 @@ def test_text_names_the_stage_where_a_rank_has_several() -> None:
 
 def test_text_shows_split_backwards() -> None:
     order = {0: [Action(0, "F", 0), Action(0, "I", 0), Action(0, "W", 0)]}
-    text = draw_text(order, Costs(1.0, 1.0, 1.0))
+    text = draw_text(order, StageCosts(1.0, 1.0, 1.0))
     assert "F0" in text
     assert "W0" in text
 
@@ -51,8 +51,27 @@ def test_text_is_cut_to_the_width() -> None:
 
 
 def test_text_measures_time_in_the_shortest_action() -> None:
-    text = draw_text({0: [Action(0, "F", 0), Action(0, "B", 0)]}, Costs(0.5, 1.0, 0.5))
+    text = draw_text({0: [Action(0, "F", 0), Action(0, "B", 0)]}, StageCosts(0.5, 1.0, 0.5))
     assert text == "rank 0 F0 B0 -- --"
+
+
+def test_text_of_uneven_times_fits_the_width() -> None:
+    costs = StageCosts([1.0, 1.37, 0.91, 1.2], 1.1, 0.6)
+    lines = draw_text(simulate(one_f_one_b_order(4, 8), costs), width=120).splitlines()
+    assert len(lines) == 4
+    assert all(40 < len(line) <= 120 for line in lines)
+    assert lines[3].split()[2:5] == [".", ".", "."]
+    assert len(draw_text(one_f_one_b_order(4, 8), costs, width=120, unit=0.5).splitlines()) == 5
+
+
+def test_text_of_a_timeline_is_that_of_its_order() -> None:
+    order = one_f_one_b_order(3, 5)
+    assert draw_text(simulate(order)) == draw_text(order)
+
+
+def test_nothing_to_draw() -> None:
+    with pytest.raises(ValueError, match="no actions"):
+        draw_text(Timeline((), 0.0, (0.0,)))
 
 
 def png_size(path: Path) -> tuple[int, int]:
@@ -66,11 +85,19 @@ def test_png(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     small, large = tmp_path / "small.png", tmp_path / "large.png"
     draw_png(one_f_one_b_order(2, 2), small)
-    draw_png(one_f_one_b_order(8, 32), large, Costs(1.0, 2.0, 1.0), title="1f1b")
+    draw_png(one_f_one_b_order(8, 32), large, StageCosts(1.0, 2.0, 1.0), title="1f1b")
     width, height = png_size(small)
     assert (width, height) == (8 * 120, round((1.4 + 2 * 0.55) * 120))
     assert png_size(large)[0] > 3 * width
     assert png_size(large)[1] > 2 * height
+
+
+def test_png_of_a_measured_run_is_as_large_as_that_of_its_order(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    order = one_f_one_b_order(4, 16)
+    draw_png(order, tmp_path / "order.png")
+    draw_png(simulate(order, StageCosts(1e-3, 1e-3, 1e-3)), tmp_path / "measured.png")
+    assert png_size(tmp_path / "measured.png") == png_size(tmp_path / "order.png")
 
 
 def test_png_with_actions_that_take_no_time(tmp_path: Path) -> None:
@@ -95,7 +122,7 @@ def test_png_leaves_the_programs_own_figures_alone(tmp_path: Path) -> None:
 def test_without_matplotlib_the_extra_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib", None)  # as if it were not installed
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)  # as if it were not installed
     with pytest.raises(ImportError, match=r"pp-schedule\[plot\]"):
         draw_png(gpipe_order(2, 2), tmp_path / "a.png")
     assert not (tmp_path / "a.png").exists()

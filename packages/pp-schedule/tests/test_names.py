@@ -83,6 +83,15 @@ def test_a_name_like_no_other_gets_the_list(name: str) -> None:
     assert "did you mean" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    "name", ["PipelineScheduleSingle", "PipelineScheduleMulti", "_PipelineScheduleRuntime"]
+)
+def test_a_base_class_of_torch_is_no_schedule(name: str) -> None:
+    assert hasattr(schedules, name)
+    with pytest.raises(ValueError, match=r"base class of torch.*give a schedule file, or one of"):
+        resolve_schedule(name)
+
+
 def test_a_name_is_a_string() -> None:
     with pytest.raises(TypeError, match="string, not by int 1"):
         resolve_schedule(1)  # type: ignore[arg-type]

@@ -226,11 +226,11 @@ def test_torch_reads_our_csv(
             assert theirs is None or repr(theirs) == str(action)
 
 
-@pytest.mark.parametrize("cell", ["F0", "0F", "0G0", "0f0", "0F0 0F1", "-1F0", "0F0x", "0SEND_F0"])
+@pytest.mark.parametrize("cell", ["F0", "0F", "0G0", "0f0", "0F0 0F1", "-1F0", "0F0x"])
 def test_junk_cells_are_named(cell: str, tmp_path: Path) -> None:
     path = tmp_path / "order.csv"
     path.write_text(f"0F0,0B0\n1F0,{cell}\n{cell},2B0\n")
-    with pytest.raises(ValueError, match="no compute-only schedule") as caught:
+    with pytest.raises(ValueError, match="is no schedule") as caught:
         load_csv(path)
     assert f"row 1, column 1: {cell!r}" in str(caught.value)
     assert f"row 2, column 0: {cell!r}" in str(caught.value)
@@ -246,7 +246,24 @@ def test_an_empty_file(tmp_path: Path) -> None:
         load_csv(tmp_path / "none.csv")
 
 
-@pytest.mark.parametrize("module", ["orders", "placement", "simulator", "draw", "names"])
+@pytest.mark.parametrize(
+    "module",
+    [
+        "balancing",
+        "costs",
+        "draw",
+        "interleaved_orders",
+        "lowering",
+        "names",
+        "orders",
+        "placement",
+        "program_check",
+        "schedule_csv",
+        "simulator",
+        "v_orders",
+        "zero_bubble_orders",
+    ],
+)
 def test_arithmetic_imports_no_torch(module: str) -> None:
     code = f"import sys, pp_schedule.{module}; print('torch' in sys.modules)"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -256,7 +273,7 @@ def test_arithmetic_imports_no_torch(module: str) -> None:
 def test_arithmetic_from_the_package_itself_imports_no_torch() -> None:
     code = (
         "import sys\n"
-        "from pp_schedule import Action, Costs, calculate_virtual_stages, draw_text, dump_csv\n"
+        "from pp_schedule import Action, StageCosts, calculate_virtual_stages, draw_text, dump_csv\n"
         "from pp_schedule import load_csv, resolve_schedule, simulate, stage_ids_this_rank\n"
         "resolve_schedule('1f1b')\n"
         "print('torch' in sys.modules)"

@@ -22,7 +22,8 @@ from pp_schedule import (
     set_stage_shapes,
     stage_ids_this_rank,
 )
-from pp_schedule.orders import Order, load_csv
+from pp_schedule.orders import Order
+from pp_schedule.schedule_csv import load_csv
 from pp_split_hf import (
     BoundaryShape,
     ModelLayout,

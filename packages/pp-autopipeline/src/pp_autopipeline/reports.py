@@ -5,7 +5,14 @@ from pathlib import Path
 
 from pp_autopipeline.pipeline import BuiltPipeline
 from pp_autopipeline.stage_summary import StageSummary, stage_table
-from pp_schedule import draw_png, schedule_order, simulate
+from pp_schedule import (
+    chrome_trace,
+    draw_html,
+    draw_png,
+    draw_text,
+    schedule_order,
+    simulate,
+)
 from pp_schedule.orders import Order
 
 
@@ -79,6 +86,27 @@ class PipelineReports(ABC):
         return stage_table(self.stage_summaries, max_modules_per_stage)
 
     def visualize_current_schedule(self, path: str | Path) -> None:
-        """Write the schedule as a PNG; any one rank may call it."""
+        """Write a picture of the schedule; any one rank may call it.
+
+        Args:
+            path: Where to write. Its suffix tells what: `.png` (needs `pp-schedule[plot]`), `.html`
+                (a page to zoom into), `.json` (a trace for ui.perfetto.dev) or `.txt`.
+
+        Raises:
+            ValueError: If the suffix is another one.
+        """
+        order, suffix = self.schedule_order, Path(path).suffix
         title = f"{self.pp_schedule_csv or self.pp_schedule}, {len(self._summaries)} stages"
-        draw_png(self.schedule_order, path, title=title)
+        if suffix == ".png":
+            draw_png(order, path, title=title)
+        elif suffix == ".html":
+            draw_html(order, path, title=title)
+        elif suffix == ".json":
+            chrome_trace(order, path, title=title)
+        elif suffix == ".txt":
+            Path(path).write_text(f"{title}\n{draw_text(order)}\n", encoding="utf-8")
+        else:
+            raise ValueError(
+                f"{str(path)!r} does not tell what to draw: its suffix must be one of .png, .html, "
+                ".json, .txt"
+            )

@@ -7,15 +7,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from pp_schedule import torch_private
+from pp_schedule.gc_pause import gc_pause
 from pp_schedule.names import ScheduleSpec, resolve_schedule
 from pp_schedule.orders import (
     Order,
     gpipe_order,
-    load_csv,
     one_f_one_b_order,
     validate_order,
 )
 from pp_schedule.placement import stage_ids_this_rank
+from pp_schedule.schedule_csv import first_problems, load_csv
 
 if TYPE_CHECKING:
     from torch.distributed.pipelining import PipelineStage
@@ -39,8 +40,9 @@ def build_pipeline_schedule(
     Every rank of the pipeline calls it with its own stages. Nothing is sent.
 
     Args:
-        pipeline_parallel_schedule_csv: A compute-only schedule file (one row per rank); overrides
-            the name.
+        pipeline_parallel_schedule_csv: A schedule file (one row per rank) in either of torch's
+            formats; overrides the name. Communication in it is checked and then made anew for
+            the installed torch.
         pipeline_parallel_schedule: A schedule name; see `resolve_schedule`.
         microbatch_size: Rows per microbatch.
         local_batch_size: Rows per step, a multiple of `microbatch_size`.
@@ -69,23 +71,30 @@ def build_pipeline_schedule(
     if scale_grads and loss_fn is not None:
         loss_fn = _GradientShare(loss_fn, 1.0 / num_microbatches)
     if pipeline_parallel_schedule_csv:
-        return _from_csv(pipeline_parallel_schedule_csv, num_microbatches, stages, loss_fn)
+        with gc_pause():
+            return _from_csv(pipeline_parallel_schedule_csv, num_microbatches, stages, loss_fn)
     assert pipeline_parallel_schedule
     spec = resolve_schedule(pipeline_parallel_schedule)
-    problems = spec.check(stages[0].group_size, stages[0].num_stages, num_microbatches)
+    first = stages[0]
+    problems = spec.check(first.group_size, first.num_stages, num_microbatches)
+    if not spec.takes(first.group_size, first.num_stages, num_microbatches):
+        problems.append(
+            f"(microbatches are local_batch_size / microbatch_size = {local_batch_size} / "
+            f"{microbatch_size})"
+        )
     if not problems:
         problems = _placement_problems(spec, stages)
     if problems:
         raise ValueError(
             f"schedule {pipeline_parallel_schedule!r} cannot run here: " + "; ".join(problems)
         )
+    if not spec.single_stage:
+        with gc_pause():
+            return torch_private.named_schedule(spec.cls, stages, num_microbatches, loss_fn)
     # torch types its schedules' constructors differently; both take these names.
     schedule_class: Callable[..., torch_private.Schedule] = spec.cls
     return schedule_class(
-        stages[0] if spec.single_stage else list(stages),
-        n_microbatches=num_microbatches,
-        loss_fn=loss_fn,
-        scale_grads=False,
+        stages[0], n_microbatches=num_microbatches, loss_fn=loss_fn, scale_grads=False
     )
 
 
@@ -177,10 +186,14 @@ def _from_csv(
             f"row {first.group_rank} runs stages {sorted(mine)}, but the stages given on this "
             f"rank are {sorted(given)}"
         )
+    actions = [action for row in order.values() for action in row if action is not None]
+    microbatches = 1 + max((action.microbatch for action in actions), default=-1)
+    if microbatches != num_microbatches:
+        problems.append(
+            f"it has {microbatches} microbatches, but local_batch_size / microbatch_size is "
+            f"{num_microbatches}"
+        )
     problems += validate_order(order, first.num_stages, num_microbatches)
     if problems:
-        more = [f"and {len(problems) - 10} more"] if len(problems) > 10 else []
-        raise ValueError(
-            f"the schedule in {path} cannot run: " + "; ".join([*problems[:10], *more])
-        )
+        raise ValueError(f"the schedule in {path} cannot run: {first_problems(problems)}")
     return torch_private.runtime_schedule(stages, num_microbatches, loss_fn, order)

@@ -114,6 +114,9 @@ _ALIASES = {
     "zerobubble": "interleavedzerobubble",
 }
 
+# torch's `get_schedule_class` knows them too; the last is what runs a schedule file.
+_BASE_CLASSES = ("pipelineschedulesingle", "pipelineschedulemulti", "pipelinescheduleruntime")
+
 SCHEDULE_NAMES = (
     "1f1b",
     "gpipe",
@@ -146,6 +149,11 @@ def resolve_schedule(name: str) -> ScheduleSpec:
     key = _ALIASES.get(key, key)
     if key in _SPECS:
         return _SPECS[key]
+    if key in _BASE_CLASSES:
+        raise ValueError(
+            f"{name!r} is a base class of torch, which has no order of its own: give a schedule "
+            f"file, or one of {', '.join(SCHEDULE_NAMES)}"
+        )
     known = {_plain(known): known for known in SCHEDULE_NAMES}
     near = [known[match] for match in difflib.get_close_matches(key, known, n=3, cutoff=0.5)]
     hint = f"did you mean {' or '.join(map(repr, near))}? " if near else ""

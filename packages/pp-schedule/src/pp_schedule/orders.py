@@ -5,10 +5,8 @@ Actions are written as torch writes them in a schedule CSV: `2F5` is the forward
 on stage 2; `B` is a full backward, `I` its input half and `W` its weight half.
 """
 
-import csv
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 FORWARD, BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT = "F", "B", "I", "W"
@@ -82,38 +80,6 @@ def breadth_first_order(stage_ids: Mapping[int, Iterable[int]], num_microbatches
     return order
 
 
-def load_csv(path: str | Path) -> Order:
-    """Read a compute-only schedule CSV: one row per rank, one action per cell.
-
-    Raises:
-        ValueError: Naming the row and column of every cell that is no action.
-    """
-    order: dict[int, list[Action | None]] = {}
-    problems = []
-    with open(path, newline="") as file:
-        rows = [row for row in csv.reader(file) if row]  # an empty line is no rank
-        for rank, row in enumerate(rows):
-            order[rank] = []
-            for column, cell in enumerate(row):
-                try:
-                    order[rank].append(parse_action(cell))
-                except ValueError as error:
-                    problems.append(f"row {rank}, column {column}: {error}")
-    if not order:
-        problems.append("the file is empty")
-    if problems:
-        raise ValueError(f"{path} is no compute-only schedule: " + "; ".join(problems))
-    return order
-
-
-def dump_csv(order: Order, path: str | Path) -> None:
-    """Write an order as a compute-only schedule CSV that torch and `load_csv` read."""
-    with open(path, "w", newline="") as file:
-        writer = csv.writer(file)
-        for rank in sorted(order):
-            writer.writerow(["" if action is None else str(action) for action in order[rank]])
-
-
 def validate_order(order: Order, num_stages: int, num_microbatches: int) -> list[str]:
     """Return everything that keeps an order from running, as sentences; an empty list is a pass.
 
@@ -175,11 +141,14 @@ def _missing(where: Mapping[Action, object], num_stages: int, num_microbatches: 
     problems = []
     for stage in range(num_stages):
         for m in range(num_microbatches):
-            kinds = {kind for kind in "FBIW" if Action(stage, kind, m) in where}
+            kinds = [kind for kind in "FBIW" if (stage, kind, m) in where]
+            if kinds in (["F", "B"], ["F", "I", "W"]):
+                continue
             if "F" not in kinds:
                 problems.append(f"{stage}F{m} is missing")
-            if kinds - {"F"} not in ({"B"}, {"I", "W"}):
-                has = ", ".join(f"{stage}{kind}{m}" for kind in sorted(kinds - {"F"})) or "nothing"
+            backwards = [kind for kind in kinds if kind != "F"]
+            if backwards not in (["B"], ["I", "W"]):
+                has = ", ".join(f"{stage}{kind}{m}" for kind in backwards) or "nothing"
                 problems.append(
                     f"stage {stage}, microbatch {m} needs {stage}B{m} or both {stage}I{m} and "
                     f"{stage}W{m}, and has {has}"
@@ -189,33 +158,58 @@ def _missing(where: Mapping[Action, object], num_stages: int, num_microbatches: 
 
 def _stuck_ranks(order: Order, num_stages: int) -> list[tuple[int, int, Action, Action]]:
     """Run the order without a clock; return where each rank stops, if not at its end."""
-    everything = {action for actions in order.values() for action in actions if action is not None}
-    done: set[Action] = set()
+    forwarded: set[tuple[int, int]] = set()
+    returned: set[tuple[int, int]] = set()
     position = dict.fromkeys(order, 0)
 
-    def needed(action: Action) -> Action | None:
-        split = Action(action.stage_index + 1, "I", action.microbatch) in everything
-        before = required_before(action, num_stages, split)
-        return next((b for b in before if b not in done), None)
+    def runs(action: Action) -> bool:
+        stage, kind, m = action
+        if kind == "F":
+            if stage > 0 and (stage - 1, m) not in forwarded:
+                return False
+            forwarded.add((stage, m))
+            return True
+        if kind == "W":
+            return (stage, m) in returned
+        after = stage == num_stages - 1 or (stage + 1, m) in returned
+        if not after or (stage, m) not in forwarded:
+            return False
+        returned.add((stage, m))
+        return True
 
     moved = True
     while moved:
         moved = False
         for rank, actions in order.items():
-            while position[rank] < len(actions):
-                action = actions[position[rank]]
-                if action is not None:
-                    if needed(action) is not None:
-                        break
-                    done.add(action)
-                position[rank] += 1
-                moved = True
-    stuck = []
-    for rank, actions in order.items():
-        if position[rank] < len(actions):
-            action = actions[position[rank]]
-            assert action is not None
-            missing = needed(action)
-            assert missing is not None
-            stuck.append((rank, position[rank], action, missing))
-    return stuck
+            start = step = position[rank]
+            while step < len(actions):
+                action = actions[step]
+                if action is not None and not runs(action):
+                    break
+                step += 1
+            position[rank] = step
+            moved = moved or step > start
+    return [
+        (rank, step, *_what_it_needs(order, num_stages, rank, step, forwarded, returned))
+        for rank, step in position.items()
+        if step < len(order[rank])
+    ]
+
+
+def _what_it_needs(
+    order: Order,
+    num_stages: int,
+    rank: int,
+    step: int,
+    forwarded: Collection[tuple[int, int]],
+    returned: Collection[tuple[int, int]],
+) -> tuple[Action, Action]:
+    """Return the action at which a rank is stuck, and the first that it waits for."""
+    action = order[rank][step]
+    assert action is not None
+    stage, _, m = action
+    split = any(Action(stage + 1, "I", m) in actions for actions in order.values())
+    for before in required_before(action, num_stages, split):
+        if (before.stage_index, m) not in (forwarded if before.kind == "F" else returned):
+            return action, before
+    raise AssertionError(f"{action} has all it needs")

@@ -1,113 +1,144 @@
-"""A clock for orders: when each action starts and ends, and how long ranks idle. No torch."""
+"""A clock for orders: when actions and messages start and end, idle time, memory. No torch."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
 
-from pp_schedule.orders import Action, Order, required_before
+from pp_schedule.memory import memory_curves
+from pp_schedule.orders import Action, Order
+from pp_schedule.stage_costs import StageCosts
+from pp_schedule.timeline import Span, Timeline, Transfer
 
+__all__ = ["Span", "StageCosts", "Timeline", "Transfer", "simulate"]
 
-class Span(NamedTuple):
-    """One action on the clock."""
-
-    rank: int
-    action: Action
-    start: float
-    end: float
+_Row = Sequence[Action]
 
 
-@dataclass(frozen=True)
-class Costs:
-    """Seconds (or any unit) per action: one number for all stages, or one per stage."""
-
-    forward: float | Sequence[float] = 1.0
-    """Time of a forward."""
-    backward_input: float | Sequence[float] = 1.0
-    """Time of the input half of a backward; a full backward takes both halves."""
-    backward_weight: float | Sequence[float] = 1.0
-    """Time of the weight half of a backward."""
-
-    def of(self, action: Action) -> float:
-        """Return the time that `action` takes.
-
-        As torch runs it, stage 0 has no input to differentiate for: its input half is no work
-        and its weight half is the whole backward.
-        """
-        stage = action.stage_index
-        forward, backward_input, backward_weight = (
-            cost if isinstance(cost, int | float) else cost[stage]
-            for cost in (self.forward, self.backward_input, self.backward_weight)
-        )
-        if action.kind == "F":
-            return forward
-        if action.kind == "B" or (action.kind == "W" and stage == 0):
-            return backward_input + backward_weight
-        if action.kind == "I":
-            return 0.0 if stage == 0 else backward_input
-        return backward_weight
-
-
-@dataclass(frozen=True)
-class Timeline:
-    """What `simulate` returns."""
-
-    spans: tuple[Span, ...] = field(repr=False)
-    """Every action with its rank, start and end."""
-    makespan: float
-    """End of the last action; the first starts at 0."""
-    bubbles: tuple[float, ...]
-    """Per rank, the share of the makespan (0 to 1) in which it computes nothing."""
-
-    @property
-    def bubble_fraction(self) -> float:
-        """The mean of `bubbles`."""
-        return sum(self.bubbles) / len(self.bubbles)
-
-
-def simulate(order: Order, costs: Costs | None = None) -> Timeline:
+def simulate(order: Order, costs: StageCosts | None = None) -> Timeline:
     """Run an order against a clock: an action starts when its rank is free and its input is there.
 
-    Sending takes no time. Idle steps (`None`) take no time either: waiting follows from what an
-    action needs.
+    A rank computes while its messages travel. A message leaves when its action ends, or when the
+    link (one per pair of ranks and direction) has taken the one before. Between two stages of one
+    rank nothing is sent. Idle steps (`None`) take no time: waiting follows from what an action
+    needs.
 
     Args:
         order: Actions per rank; see `pp_schedule.orders`.
-        costs: Times per action; the default counts a backward as two forwards.
+        costs: Times and bytes per stage; the default counts a backward as two forwards, and
+            neither messages nor bytes.
 
     Raises:
-        ValueError: If some action waits for ever.
+        ValueError: If some action waits for ever, if nothing is in the order, or if the costs are
+            those of another number of stages.
     """
-    costs = costs or Costs()
-    actions = [action for row in order.values() for action in row if action is not None]
-    num_stages = max(action.stage_index for action in actions) + 1
-    splits = {(a.stage_index, a.microbatch) for a in actions if a.kind == "I"}
-    ends: dict[Action, float] = {}
-    free = dict.fromkeys(order, 0.0)
-    busy = dict.fromkeys(order, 0.0)
-    position = dict.fromkeys(order, 0)
-    spans: list[Span] = []
-    moved = True
-    while moved:
-        moved = False
-        for rank, row in order.items():
-            while position[rank] < len(row):
-                action = row[position[rank]]
-                if action is not None:
-                    split = (action.stage_index + 1, action.microbatch) in splits
-                    before = required_before(action, num_stages, split)
-                    if any(b not in ends for b in before):
-                        break
-                    start = max([free[rank], *(ends[b] for b in before)])
-                    free[rank] = ends[action] = start + costs.of(action)
-                    busy[rank] += costs.of(action)
-                    spans.append(Span(rank, action, start, free[rank]))
-                position[rank] += 1
-                moved = True
-    waiting = [
-        f"{row[position[r]]} on rank {r}" for r, row in order.items() if position[r] < len(row)
-    ]
-    if waiting:
-        raise ValueError("the order never ends, these wait for ever: " + ", ".join(waiting))
-    makespan = max(ends.values())
-    bubbles = tuple(1.0 - busy[rank] / makespan for rank in sorted(order))
-    return Timeline(tuple(spans), makespan, bubbles)
+    costs = costs or StageCosts()
+    rows = {rank: [a for a in row if a is not None] for rank, row in order.items()}
+    if not any(rows.values()):
+        raise ValueError("the order holds no action")
+    clock = _Clock(rows, costs)
+    clock.run()
+    makespan = max(span.end for span in clock.spans)
+    bubbles = tuple(1.0 - clock.busy[rank] / makespan if makespan else 0.0 for rank in sorted(rows))
+    stages = {rank: sorted({a.stage_index for a in row}) for rank, row in rows.items()}
+    curves, peaks = memory_curves(stages, clock.spans, clock.transfers, costs)
+    return Timeline(
+        tuple(clock.spans), makespan, bubbles, tuple(clock.transfers), tuple(peaks), tuple(curves)
+    )
+
+
+class _Clock:
+    """The state of a simulation.
+
+    Ranks run one at a time, each until it misses something that another has to send; what arrives
+    wakes the rank that waits for it. Every time follows from earlier ones alone, so the order in
+    which ranks are woken does not matter, and each action is looked at once or twice.
+
+    A slot numbers a forward or a backward of a stage and a microbatch, whether split or not.
+    """
+
+    def __init__(self, rows: Mapping[int, _Row], costs: StageCosts) -> None:
+        actions = [action for row in rows.values() for action in row]
+        self.rows = rows
+        self.num_stages = 1 + max(action.stage_index for action in actions)
+        self.num_microbatches = 1 + max(action.microbatch for action in actions)
+        self.half = self.num_stages * self.num_microbatches  # backward slots begin here
+        self.rank_of = {a.stage_index: rank for rank, row in rows.items() for a in row}
+        self.durations = costs.durations(self.num_stages)
+        self.latency = costs.per_stage("latency", self.num_stages)
+        self.on_link = [
+            size / speed
+            for size, speed in zip(
+                costs.per_stage("boundary_bytes", self.num_stages),
+                costs.per_stage("bandwidth", self.num_stages),
+                strict=True,
+            )
+        ]
+        self.arrived: list[float | None] = [None] * (2 * self.half)
+        self.arrived[: self.num_microbatches] = [0.0] * self.num_microbatches
+        self.arrived[2 * self.half - self.num_microbatches :] = [0.0] * self.num_microbatches
+        self.done = bytearray(2 * self.half)  # forwards; backwards or their input halves
+        self.position = dict.fromkeys(rows, 0)
+        self.free = dict.fromkeys(rows, 0.0)
+        self.busy = dict.fromkeys(rows, 0.0)
+        self.link_free: dict[tuple[int, int], float] = {}
+        self.waiting: dict[int, int] = {}  # the rank that waits for a slot's input
+        self.spans: list[Span] = []
+        self.transfers: list[Transfer] = []
+
+    def run(self) -> None:
+        """Run every rank to its end."""
+        awake = list(self.rows)
+        while awake:
+            self._advance(awake.pop(), awake)
+        stuck = [
+            f"{row[self.position[rank]]} on rank {rank}"
+            for rank, row in self.rows.items()
+            if self.position[rank] < len(row)
+        ]
+        if stuck:
+            raise ValueError("the order never ends, these wait for ever: " + ", ".join(stuck))
+
+    def _advance(self, rank: int, awake: list[int]) -> None:
+        row, free, busy = self.rows[rank], self.free[rank], self.busy[rank]
+        position = self.position[rank]
+        while position < len(row):
+            action = row[position]
+            stage, kind, m = action
+            forward = stage * self.num_microbatches + m
+            slot = forward if kind == "F" else forward + self.half
+            # What the rank itself must have run before, and what another must have sent.
+            if kind != "F" and not self.done[slot if kind == "W" else forward]:
+                break
+            if kind != "W":
+                arrival = self.arrived[slot]
+                if arrival is None:
+                    self.waiting[slot] = rank
+                    break
+                free = max(free, arrival)
+                self.done[slot] = 1
+            duration = self.durations[kind][stage]
+            end = free + duration
+            self.spans.append(Span(rank, action, free, end))
+            busy += duration
+            free = end
+            if kind != "W":
+                self._send(rank, action, slot, end, awake)
+            position += 1
+        self.position[rank], self.free[rank], self.busy[rank] = position, free, busy
+
+    def _send(self, rank: int, action: Action, slot: int, end: float, awake: list[int]) -> None:
+        """Put an action's output on its way, and wake the rank that waits for it."""
+        forward = action.kind == "F"
+        stage = action.stage_index + 1 if forward else action.stage_index - 1
+        target = self.rank_of.get(stage)
+        if target is None:  # the ends of the pipeline
+            return
+        if target != rank:
+            boundary = action.stage_index if forward else stage
+            link = (rank, target)
+            start = max(end, self.link_free.get(link, 0.0))
+            self.link_free[link] = start + self.on_link[boundary]
+            end = start + self.on_link[boundary] + self.latency[boundary]
+            self.transfers.append(Transfer(rank, target, action, start, end))
+        slot += self.num_microbatches if forward else -self.num_microbatches
+        self.arrived[slot] = end
+        if slot in self.waiting:
+            awake.append(self.waiting.pop(slot))

@@ -5,6 +5,7 @@ release that moves a name is mended in this file alone.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,10 +21,16 @@ from torch.distributed.pipelining.schedules import (
     _PipelineScheduleRuntime,
 )
 
+from pp_schedule.lowering import Dialect, Instruction, Program, computations, lower
 from pp_schedule.orders import Action, Order
 
 Schedule = _PipelineSchedule
 SingleStageSchedule = PipelineScheduleSingle
+_KINDS_2_13 = {
+    *("FORWARD", "BACKWARD_INPUT", "BACKWARD_WEIGHT", "FULL_BACKWARD", "OVERLAP_F_B"),
+    *("SEND_F", "RECV_F", "SEND_B", "RECV_B", "UNSHARD", "RESHARD", "REDUCE_GRAD"),
+}
+_KINDS_SINCE_2_15 = {"WAIT_SEND_F", "WAIT_SEND_B", "WAIT_REDUCE_GRAD"}
 _FORWARD_KINDS = {"FORWARD", "SEND_F", "RECV_F", "WAIT_SEND_F", "UNSHARD", "RESHARD"}
 
 
@@ -58,22 +65,82 @@ def order_of(schedule: Schedule) -> Order | None:
     return order
 
 
+def dialect() -> Dialect | None:
+    """Return how the installed torch lowers an order to a program; None if it is not known."""
+    kinds = set(_ComputationType.__members__)
+    if kinds == _KINDS_2_13:
+        return "2.13"
+    return "2.15" if kinds == _KINDS_2_13 | _KINDS_SINCE_2_15 else None
+
+
+def named_schedule(
+    schedule_class: type[Schedule],
+    stages: Sequence[PipelineStage],
+    num_microbatches: int,
+    loss_fn: Callable[..., torch.Tensor] | None,
+) -> Schedule:
+    """Return a schedule of one of torch's multi-stage classes, lowered in linear time.
+
+    The constructors end in `self._prepare_schedule_with_comms`, which is quadratic in the
+    microbatches. While it runs, this one object has an attribute of that name, which is found
+    before the method of the class.
+    """
+    schedule = schedule_class.__new__(schedule_class)
+    assert isinstance(schedule, _PipelineScheduleRuntime)
+    if dialect() is not None:
+        vars(schedule)["_prepare_schedule_with_comms"] = partial(_prepare, schedule)
+    # torch types its schedules' constructors differently; all take these names.
+    construct: Callable[..., None] = schedule_class.__init__
+    construct(
+        schedule, list(stages), n_microbatches=num_microbatches, loss_fn=loss_fn, scale_grads=False
+    )
+    vars(schedule).pop("_prepare_schedule_with_comms", None)
+    return schedule
+
+
 def runtime_schedule(
     stages: Sequence[PipelineStage],
     num_microbatches: int,
     loss_fn: Callable[..., torch.Tensor] | None,
     order: Order,
 ) -> _PipelineScheduleRuntime:
-    """Return torch's runtime with a given compute-only order, communication filled in by torch."""
+    """Return torch's runtime with a given order, its communication filled in."""
     schedule = _PipelineScheduleRuntime(
         list(stages), num_microbatches, loss_fn=loss_fn, scale_grads=False
     )
+    theirs = {kind.value: kind for kind in _ComputationType}
     schedule.pipeline_order = {
-        rank: [None if action is None else _Action.from_str(str(action)) for action in actions]
+        rank: [a and _Action(a.stage_index, theirs[a.kind], a.microbatch) for a in actions]
         for rank, actions in order.items()
     }
-    schedule._prepare_schedule_with_comms(schedule.pipeline_order)
+    if dialect() is None:
+        schedule._prepare_schedule_with_comms(schedule.pipeline_order)
+    else:
+        _prepare(schedule, schedule.pipeline_order)
     return schedule
+
+
+def order_as_program(order: Order, num_microbatches: int) -> Program:
+    """Return the program that the installed torch runs for an order."""
+    known = dialect()
+    if known is None:
+        new = sorted(set(_ComputationType.__members__) - _KINDS_2_13 - _KINDS_SINCE_2_15)
+        raise NotImplementedError(f"torch {torch.__version__} has actions unknown here: {new}")
+    return lower(computations(order), num_microbatches, known, Instruction)
+
+
+def _prepare(schedule: _PipelineScheduleRuntime, actions: dict[int, list[_Action | None]]) -> None:
+    """Do what torch's `_prepare_schedule_with_comms` does with its default options."""
+    schedule._validate_and_set_stage_mapping(actions)
+    known = dialect()
+    assert known is not None
+    kinds = {kind.value: kind for kind in _ComputationType}
+    schedule.pipeline_order_with_comms = lower(
+        {rank: [a for a in row if a is not None] for rank, row in actions.items()},
+        schedule._n_microbatches,
+        known,
+        lambda stage, kind, microbatch: _Action(stage, kinds[kind], microbatch),
+    )
 
 
 def keep_forwards_only(schedule: _PipelineScheduleRuntime) -> None:
@@ -122,11 +189,10 @@ def set_keyword_chunks(schedule: Schedule, dims: Mapping[str, int | None]) -> No
 
 
 def _ours(action: _Action) -> Action:
-    kind = {
-        _ComputationType.FORWARD: "F",
-        _ComputationType.FULL_BACKWARD: "B",
-        _ComputationType.BACKWARD_INPUT: "I",
-        _ComputationType.BACKWARD_WEIGHT: "W",
-    }[action.computation_type]
     assert action.microbatch_index is not None
-    return Action(action.stage_index, kind, action.microbatch_index)
+    return Action(action.stage_index, action.computation_type.value, action.microbatch_index)
+
+
+COMPUTE_LOSS = "_maybe_compute_loss"
+"""The method of a schedule that computes a microbatch's loss, after each forward of a stage; its
+first argument is the stage."""
