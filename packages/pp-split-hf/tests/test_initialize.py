@@ -1,14 +1,19 @@
 from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import ClassVar
 
 import pytest
 import torch
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import LlamaForCausalLM, PreTrainedModel
 
 from pp_split_hf import (
     find_layout,
     init_empty_weights,
     initialize_stage_weights,
+    load_stage_weights,
+    move_stages,
     plan_stage_fqns,
     split_model_into_stages,
 )
@@ -162,3 +167,52 @@ def test_a_module_of_which_one_tensor_has_values_is_refused(tiny: Tiny) -> None:
         initialize_stage_weights(model, "cpu")
     assert "transformer.h.0.attn.c_attn.bias have no values" in str(caught.value)
     assert model.transformer.h[0].attn.c_attn.bias.device.type == "meta"  # nothing was begun
+
+
+class WithTable(nn.Module):
+    """A module whose table the model's own initialisation does not know."""
+
+    def __init__(self, table: torch.Tensor) -> None:
+        super().__init__()
+        self.register_buffer("table", table, persistent=False)
+
+    def forward(self, hidden_states: torch.Tensor, **kwargs: object) -> torch.Tensor:
+        return hidden_states + self.table.sum()
+
+
+@pytest.mark.parametrize("table", [torch.arange(4.0), torch.arange(4)])
+@pytest.mark.parametrize("read", [False, True])
+def test_a_table_that_nobody_fills_is_refused(
+    table: torch.Tensor, read: bool, tiny: Tiny, tmp_path: Path
+) -> None:
+    tiny("llama", 2).save_pretrained(tmp_path)
+    with torch.device("meta"):
+        model = tiny("llama", 2)
+    model.model.layers[1].mlp.add_module("extra", WithTable(table.to("meta")))
+    layout = find_layout(model)
+    [part] = split_model_into_stages(model, plan_stage_fqns(layout, [1, 1]), [1], layout)
+    fill = partial(load_stage_weights, checkpoint=tmp_path) if read else initialize_stage_weights
+    with pytest.raises(ValueError, match=r"layers\.1\.mlp\.extra\.table is on the meta device"):
+        fill(part, device="cpu")
+
+
+def test_what_an_architecture_keeps_in_float32(tiny: Tiny) -> None:
+    class Keeper(LlamaForCausalLM):
+        _keep_in_fp32_modules_strict: ClassVar[set[str]] = {"o_proj"}
+
+    def make() -> PreTrainedModel:
+        return Keeper(tiny("llama", 2).config)
+
+    with init_empty_weights():
+        model = make()
+    layout = find_layout(model, torch.bfloat16)
+    [part] = split_model_into_stages(model, plan_stage_fqns(layout, [1, 1]), [1], layout)
+    for _ in range(2):  # with the dtype they are made in, and once more
+        initialize_stage_weights(part, "cpu", torch.bfloat16)
+        dtypes = {name: p.dtype for name, p in part.named_parameters()}
+        assert {n for n, dtype in dtypes.items() if dtype == torch.float32} == {
+            "model.layers.1.self_attn.o_proj.weight"
+        }
+    moved = split_model_into_stages(make(), plan_stage_fqns(layout, [1, 1]), [1], layout)
+    move_stages(moved, "cpu", torch.bfloat16)
+    assert {name: p.dtype for name, p in moved[0].named_parameters()} == dtypes

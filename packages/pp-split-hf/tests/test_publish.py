@@ -3,7 +3,9 @@
 import os
 import resource
 import shutil
+import signal
 import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,7 +20,7 @@ from pp_split_hf import (
     save_pretrained_pipeline,
     split_model_into_stages,
 )
-from pp_split_hf.publish import publish_folder
+from pp_split_hf.publish import publish_folder, restore_folder
 
 Tiny = Callable[..., PreTrainedModel]
 
@@ -126,3 +128,64 @@ def test_a_folder_takes_the_place_of_another(tmp_path: Path) -> None:
         publish_folder(new, tmp_path / "final")
         assert [entry.name for entry in tmp_path.iterdir()] == ["final"]
         assert (tmp_path / "final" / "inner" / "file").read_text() == content
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from pp_split_hf import publish
+
+publish._exchange = lambda first, second: False  # as on file systems that cannot
+renames, rename = [], Path.rename
+
+
+def dying(self, target):
+    renames.append(target)
+    if len(renames) == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return rename(self, target)
+
+
+Path.rename = dying
+publish.publish_folder(Path(sys.argv[1], "new"), Path(sys.argv[1], "final"))
+"""
+
+
+def test_a_kill_between_two_renames_loses_nothing(tmp_path: Path) -> None:
+    for name in ("new", "final"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "content").write_text(name)
+    done = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path)], timeout=120)
+    assert done.returncode == -signal.SIGKILL
+    assert not (tmp_path / "final").exists()
+    for _ in range(2):  # once is enough, and twice does no harm
+        restore_folder(tmp_path / "final")
+        assert (tmp_path / "final/content").read_text() == "final"
+    publish_folder(tmp_path / "new", tmp_path / "final")
+    assert (tmp_path / "final/content").read_text() == "new"
+    assert [entry.name for entry in tmp_path.iterdir()] == ["final"]
+
+
+def test_a_save_finds_the_checkpoint_that_was_set_aside(tiny: Tiny, tmp_path: Path) -> None:
+    first, second = tiny("llama", 3), tiny("llama", 3)
+    save(first, tmp_path / "model")
+    (tmp_path / "model").rename(tmp_path / ".model.old")
+    with file_size_limit(1000), pytest.raises(RuntimeError, match="could not be written"):
+        save(second, tmp_path / "model")
+    assert holds(tmp_path / "model", first)
+
+
+def test_what_else_is_in_the_folder_stays(tiny: Tiny, tmp_path: Path) -> None:
+    path = tmp_path / "model"
+    tiny("llama", 3).save_pretrained(path, max_shard_size="20KB")
+    assert len(list(path.glob("model-*.safetensors"))) > 2
+    (path / "README.md").write_text("about it")
+    (path / "runs/1").mkdir(parents=True)
+    (path / "runs/1/log").write_text("a line")
+    (path / "runs/latest").symlink_to("1")
+    second = tiny("llama", 3)
+    save(second, path, size=10**9)
+    assert [file.name for file in path.glob("*.safetensors*")] == ["model.safetensors"]
+    assert (path / "README.md").read_text() == "about it"
+    assert (path / "runs/latest/log").read_text() == "a line"
+    assert holds(path, second)
