@@ -148,9 +148,9 @@ def test_modes_follow_the_umask(umask: int, tiny: Tiny, tmp_path: Path) -> None:
         assert stat.S_IMODE(path.stat().st_mode) == base & ~umask, path
 
 
-def refused(parts: list[nn.Module], path: Path) -> str:
+def refused(parts: list[nn.Module], path: Path, **options: Any) -> str:
     with pytest.raises(RuntimeError, match="could not be written:\n  ") as caught:
-        save_pretrained_pipeline(parts, path)
+        save_pretrained_pipeline(parts, path, **options)
     assert not path.with_name(f".{path.name}.partial").exists()
     return str(caught.value)
 
@@ -164,6 +164,9 @@ def test_what_is_refused(tiny: Tiny, tmp_path: Path) -> None:
     assert "modules that split_model_into_stages made" in refused([tiny("llama", 1)], path)
     with init_empty_weights():
         assert "without values" in refused(stages(tiny("llama", 3)), path)
+    assert "max_shard_size='5GB' must be a number of bytes" in refused(
+        parts, path, max_shard_size="5GB"
+    )
     assert not path.exists()
 
 

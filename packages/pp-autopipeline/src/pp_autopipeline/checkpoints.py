@@ -177,8 +177,9 @@ class Checkpoints:
         _refuse_all(f"{name} is not of this model, optimizer and scheduler", problems)
         packed = state.packed_targets(saved, self._ranks.rank)
         self._read(step, packed)
-        everyone = self._ranks.gather(state.group_problems(packed))
-        problems = [problem for others in everyone for problem in others]
+        problems = [
+            p for others in self._ranks.gather(state.group_problems(packed)) for p in others
+        ]
         _refuse_all(f"{name} does not fit this optimizer", problems)
         tensors = state.targets(saved)
         self._read(step, tensors)

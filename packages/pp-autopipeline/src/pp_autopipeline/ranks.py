@@ -4,9 +4,11 @@ from typing import Any
 
 import torch.distributed as dist
 
+from pp_split_hf import AllOrNone
 
-class Ranks:
-    """A gloo group of its own, so that what is sent in the background does not meet training.
+
+class Ranks(AllOrNone):
+    """Ranks with a gloo group of their own: what is sent in the background does not meet training.
 
     Args:
         group: Whose ranks; None for all.
@@ -16,15 +18,9 @@ class Ranks:
         members = dist.get_process_group_ranks(group)
         own = dist.new_group(members, backend="gloo", use_local_synchronization=True)
         assert isinstance(own, dist.ProcessGroup)
+        super().__init__(own)
         self.group = own
-        self.rank = dist.get_rank(own)
         self.size = dist.get_world_size(own)
-
-    def gather(self, value: Any) -> list[Any]:
-        """Return what every rank gave, on every rank."""
-        everyone: list[Any] = [None] * self.size
-        dist.all_gather_object(everyone, value, group=self.group)
-        return everyone
 
     def from_first(self, value: Any) -> Any:
         """Return what the first rank gave, on every rank."""

@@ -1,6 +1,5 @@
 """Where a tensor that is read goes: into memory that is there, or into new memory of a stage."""
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -41,22 +40,15 @@ class Destination:
 
     @classmethod
     def of(
-        cls,
-        places: Sequence[StageTensor],
-        device: torch.device,
-        dtype: torch.dtype | None,
-        float32: re.Pattern[str] | None,
+        cls, places: Sequence[StageTensor], device: torch.device, dtype: torch.dtype
     ) -> "Destination":
         """Return memory on `device`: that of a parameter that is there already, else new memory."""
         current = places[0].tensor
-        wanted = current.dtype
         is_parameter = isinstance(current, nn.Parameter)
-        if dtype is not None and is_parameter and current.is_floating_point():
-            wanted = torch.float32 if float32 and float32.search(places[0].name) else dtype
-        if is_parameter and current.device == device and current.dtype == wanted:
+        if is_parameter and current.device == device and current.dtype == dtype:
             return cls(places, current.detach(), True)
         # A buffer is always new: the model that the stage was cut from may share it.
-        new = torch.empty_like(current.detach(), device=device, dtype=wanted)
+        new = torch.empty_like(current.detach(), device=device, dtype=dtype)
         return cls(places, new, False)
 
     @property

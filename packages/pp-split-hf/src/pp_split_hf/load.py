@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from pp_split_hf.destination import Destination, StageTensor
+from pp_split_hf.dtypes import cast_dtypes
 from pp_split_hf.hub import resolve_checkpoint
 from pp_split_hf.initialize import initialize_buffers, move_stages
 from pp_split_hf.prune import stage_part
@@ -20,7 +21,7 @@ from pp_split_hf.safetensors_files import (
     find_files,
     read_headers,
 )
-from pp_split_hf.transformers_private import Region, float32_names, regions, run_transform
+from pp_split_hf.transformers_private import Region, regions, run_transform
 from pp_split_hf.weight_map import Conversion, WeightMap, map_weights, same_tensors
 
 Progress = Callable[[int, int], None]
@@ -128,7 +129,7 @@ class CheckpointWeights:
         progress: Progress | None = None,
     ) -> None:
         """Read what the given stages own; see `load_stage_weights`."""
-        kept = float32_names(self.skeleton, dtype)
+        dtypes = {id(p): cast for part in parts for _, p, cast in cast_dtypes(part, dtype)}
         device = torch.empty(0, device=device).device  # with its index
         jobs = sorted(self._jobs(parts), key=lambda job: self._position(job[0]))
         total = sum(self._num_bytes(conversion) for conversion, _ in jobs)
@@ -140,7 +141,12 @@ class CheckpointWeights:
         )
         for conversion, places in jobs:
             targets = {
-                name: [Destination.of(places, device, dtype, kept) for places in by_tensor]
+                name: [
+                    Destination.of(
+                        same, device, dtypes.get(id(same[0].tensor), same[0].tensor.dtype)
+                    )
+                    for same in by_tensor
+                ]
                 for name, by_tensor in places.items()
             }
             for num_bytes in self._convert(conversion, targets):

@@ -90,6 +90,10 @@ def save_pretrained_pipeline(
     failure = f"{path} could not be written"
     # 1. Who writes what.
     with ranks.step(failure):
+        if not isinstance(max_shard_size, int) or max_shard_size < 1:
+            raise TypeError(
+                f"max_shard_size={max_shard_size!r} must be a number of bytes, such as 5_000_000_000"
+            )
         known = [_known(part) for part in parts]
         tensors = _own_tensors(parts)
         kinds = {name: (stage, *_kind(tensor)) for name, (stage, tensor) in tensors.items()}

@@ -107,6 +107,8 @@ def regions(transform: Any, sources: list[tuple[str, tuple[int, ...]]]) -> list[
     if kinds not in ([MergeModulelist], [Concatenate], [MergeModulelist, Concatenate]):
         return None
     along = {type(operation): operation.dim for operation in transform.operations}
+    if min(along.values()) < 0:
+        return None  # counted from the end, which stacking moves
     stacked = MergeModulelist in along
     found: dict[int, Region] = {}
     offset = 0
