@@ -114,6 +114,7 @@ def bench(session: nox.Session) -> None:
     """Figures of this machine; nothing is asserted."""
     session.run("torchrun", "--nproc-per-node=2", "benchmarks/build.py", *session.posargs)
     session.run("python", "benchmarks/load.py", *session.posargs)
+    session.run("python", "benchmarks/set_up.py", *session.posargs)
     session.run("torchrun", "--nproc-per-node=2", "benchmarks/recorder.py", *session.posargs)
 
 
