@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 _HEADER_LIMIT = 100_000_000  # as the safetensors library has it
+_KEPT = 8 << 20  # bytes that may stay in the process's memory after they were copied
 _AHEAD = 64 << 20  # bytes that the system is asked to read before they are touched
 _DTYPES = {
     "F64": torch.float64,
@@ -157,6 +158,7 @@ class MappedFiles:
         self._maps: dict[Path, mmap.mmap] = {}
         self._wanted: deque[StoredTensor] = deque()
         self._asked = 0
+        self._done = 0
 
     def read_ahead(self, wanted: Iterable[StoredTensor]) -> None:
         """Say what will be touched, in order: the system reads on while copies are made.
@@ -179,15 +181,19 @@ class MappedFiles:
         return flat.view(stored.shape)
 
     def release(self, stored: StoredTensor, num_bytes: int | None = None) -> None:
-        """Take the file's pages out of the process's memory, `num_bytes` of a tensor being done with.
+        """Say that `num_bytes` of a tensor, or all, are done with: their pages may go.
 
-        All of the file's: with each page that is touched the system maps some around it, of tensors
-        that were released before.
+        When enough has come together, all pages of the files go: with each that is touched the
+        system maps some around it, of tensors that were released before.
         """
-        if stored.num_bytes:
-            self._map(stored.file).madvise(mmap.MADV_DONTNEED)
-            self._asked -= stored.num_bytes if num_bytes is None else num_bytes
-            self._ask()
+        done = stored.num_bytes if num_bytes is None else num_bytes
+        self._done += done
+        self._asked -= done
+        if self._done >= _KEPT:
+            self._done = 0
+            for mapped in self._maps.values():
+                mapped.madvise(mmap.MADV_DONTNEED)
+        self._ask()
 
     def _ask(self) -> None:
         while self._wanted and self._asked < _AHEAD:
