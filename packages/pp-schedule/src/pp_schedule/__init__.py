@@ -16,22 +16,26 @@ if TYPE_CHECKING:
     from pp_schedule.gradients import clip_grad_norm, scale_grads_by_divisor
     from pp_schedule.interleaved_orders import interleaved_1f1b_order
     from pp_schedule.measured import measured_costs
+    from pp_schedule.named_orders import named_order
     from pp_schedule.names import SCHEDULE_NAMES, ScheduleSpec, resolve_schedule
     from pp_schedule.orders import Action, Order, validate_order
     from pp_schedule.placement import calculate_virtual_stages, stage_ids_this_rank
+    from pp_schedule.planner import Candidate, Plan, plan
     from pp_schedule.recorder import Recording, record
     from pp_schedule.schedule_csv import dump_csv, load_csv
     from pp_schedule.shapes import set_keyword_split, set_stage_shapes, use_stage_shapes
-    from pp_schedule.simulator import Span, StageCosts, Timeline, Transfer, simulate
+    from pp_schedule.simulator import Span, StageCosts, Timeline, Transfer, simulate, step_time
     from pp_schedule.v_orders import v_half_order, v_min_order
     from pp_schedule.zero_bubble_orders import zb_h1_order, zb_h2_order
 
 _HOME = {
     "Action": "orders",
     "Balance": "balancing",
+    "Candidate": "planner",
     "Costs": "costs",
     "LayerCosts": "costs",
     "Order": "orders",
+    "Plan": "planner",
     "Recording": "recorder",
     "SCHEDULE_NAMES": "names",
     "ScheduleSpec": "names",
@@ -52,6 +56,8 @@ _HOME = {
     "interleaved_1f1b_order": "interleaved_orders",
     "load_csv": "schedule_csv",
     "measured_costs": "measured",
+    "named_order": "named_orders",
+    "plan": "planner",
     "record": "recorder",
     "resolve_schedule": "names",
     "scale_grads_by_divisor": "gradients",
@@ -60,6 +66,7 @@ _HOME = {
     "set_stage_shapes": "shapes",
     "simulate": "simulator",
     "stage_ids_this_rank": "placement",
+    "step_time": "simulator",
     "use_stage_shapes": "shapes",
     "v_half_order": "v_orders",
     "v_min_order": "v_orders",
@@ -72,9 +79,11 @@ __all__ = [
     "SCHEDULE_NAMES",
     "Action",
     "Balance",
+    "Candidate",
     "Costs",
     "LayerCosts",
     "Order",
+    "Plan",
     "Recording",
     "ScheduleSpec",
     "Span",
@@ -94,6 +103,8 @@ __all__ = [
     "interleaved_1f1b_order",
     "load_csv",
     "measured_costs",
+    "named_order",
+    "plan",
     "record",
     "resolve_schedule",
     "scale_grads_by_divisor",
@@ -102,6 +113,7 @@ __all__ = [
     "set_stage_shapes",
     "simulate",
     "stage_ids_this_rank",
+    "step_time",
     "use_stage_shapes",
     "v_half_order",
     "v_min_order",

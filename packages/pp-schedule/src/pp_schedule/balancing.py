@@ -1,14 +1,13 @@
 """How many layers each stage gets, so that the heaviest rank is as light as can be. No torch."""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import accumulate, groupby, pairwise
 
+from pp_schedule.descent import TOLERANCE, descend
 from pp_schedule.pair_balance import fit_pairs
 from pp_schedule.placement import stage_ids_this_rank
-
-_TOLERANCE = 1e-9  # costs nearer to each other than this, relatively, are taken as equal
 
 
 def balance(
@@ -51,10 +50,11 @@ def balance(
     if len(ranks) == num_stages:
         return counts
     starts = (counts, even_counts(len(layer_costs), num_stages))
-    found = [_descend(start, model.rank_key) for start in starts]
+    rest = (layer_costs, first_cost, last_cost, ranks)
+    found = [descend(start, *rest) for start in starts]
     if num_stages == 2 * len(ranks):
         exact = _exact_pairs(model, min(found, key=model.rank_key), style)
-        found.append(_descend(exact, model.rank_key))
+        found.append(descend(exact, *rest))
     counts = min(found, key=model.rank_key)
     if not slack:
         return counts
@@ -64,13 +64,19 @@ def balance(
         heaviest, _, squares = model.rank_key(counts)
         return max(heaviest, cap), squares
 
-    return min((_descend(start, evenness) for start in found), key=evenness)
+    return min((descend(start, *rest, cap) for start in found), key=evenness)
 
 
 def even_counts(num_layers: int, num_stages: int) -> tuple[int, ...]:
     """Return layers per stage by count alone; the first stages take the remainder, one each."""
     least, remainder = divmod(num_layers, num_stages)
     return tuple(least + (stage < remainder) for stage in range(num_stages))
+
+
+def fold_counts(counts: Sequence[int]) -> str:
+    """Return layers per stage as text, runs of equal ones shortened: `5x3,1`."""
+    runs = ((count, len(list(run))) for count, run in groupby(counts))
+    return ",".join(f"{count}x{times}" if times > 1 else str(count) for count, times in runs)
 
 
 @dataclass(frozen=True)
@@ -136,9 +142,8 @@ class Balance:
         return max(self.even_rank_loads) / self.ideal if self.ideal else 1.0
 
     def __str__(self) -> str:
-        counts = ",".join(map(str, self.layer_counts))
         text = (
-            f"layers {counts}: the heaviest rank has {self.ratio:.2f} x its ideal share "
+            f"layers {fold_counts(self.layer_counts)}: the heaviest rank has {self.ratio:.2f} x its ideal share "
             f"(spread evenly {self.even_ratio:.2f} x)"
         )
         name, cost = self.heaviest_part
@@ -207,7 +212,7 @@ def _ranks(num_stages: int, pp_size: int | None, style: str) -> list[tuple[int, 
 def _one_per_rank(model: _Model, num_stages: int) -> tuple[int, ...]:
     """The split with the lightest heaviest stage; of those, the smallest sum of squares."""
     heaviest, _ = _best_suffixes(model, num_stages, math.inf, lambda load, rest: max(load, rest))
-    cap = heaviest * (1 + _TOLERANCE)
+    cap = heaviest * (1 + TOLERANCE)
     _, counts = _best_suffixes(model, num_stages, cap, lambda load, rest: load * load + rest)
     return counts
 
@@ -231,7 +236,7 @@ def _best_suffixes(
             best, best_high = math.inf, low
             for high in range(low, num_layers + 1):
                 load = model.stage_load(stage, low, high)
-                if load > cap or join(load, 0.0) > best * (1 + _TOLERANCE):
+                if load > cap or join(load, 0.0) > best * (1 + TOLERANCE):
                     break  # more layers are heavier still
                 value = join(load, values[high])
                 # On a tie the later cut, which gives this stage more layers.
@@ -247,46 +252,13 @@ def _best_suffixes(
     return values[0], tuple(high - low for low, high in pairwise([*cuts, num_layers]))
 
 
-def _descend(
-    counts: tuple[int, ...], key_of: Callable[[tuple[int, ...]], tuple[float, ...]]
-) -> tuple[int, ...]:
-    """Move one layer at a time from a stage to another, the best move first, while it helps."""
-    key = key_of(counts)
-    while True:
-        moves = [(key_of(moved), moved) for moved in _moves(counts)]
-        if not moves:
-            return counts
-        best_key, best = min(moves, key=lambda move: move[0])
-        if not _better(best_key, key):
-            return counts
-        counts, key = best, best_key
-
-
-def _moves(counts: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
-    for source, count in enumerate(counts):
-        for target in range(len(counts)):
-            if count and source != target:
-                moved = list(counts)
-                moved[source] -= 1
-                moved[target] += 1
-                yield tuple(moved)
-
-
-def _better(key: tuple[float, ...], other: tuple[float, ...]) -> bool:
-    """Whether `key` comes first, its numbers compared one after the other with a tolerance."""
-    for new, old in zip(key, other, strict=True):
-        if abs(new - old) > _TOLERANCE * max(new, old):
-            return new < old
-    return False
-
-
 def _exact_pairs(model: _Model, counts: tuple[int, ...], style: str) -> tuple[int, ...]:
     """Improve a split of two stages per rank until nothing lighter can be."""
     heaviest = max(model.rank_loads(counts))
     total = model.prefix[-1] + model.first + model.last
     least = total / len(model.ranks)  # known to be too little, or the best there can be
-    cap = heaviest * (1 - _TOLERANCE)  # often the split is the best already: ask that first
-    while heaviest > least * (1 + _TOLERANCE):
+    cap = heaviest * (1 - TOLERANCE)  # often the split is the best already: ask that first
+    while heaviest > least * (1 + TOLERANCE):
         found = fit_pairs(model.prefix, model.first, model.last, len(model.ranks), style, cap)
         if found is None:
             least = cap

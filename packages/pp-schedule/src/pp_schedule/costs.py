@@ -42,8 +42,9 @@ class LayerCosts:
 class Costs:
     """What a model costs for one microbatch.
 
-    Work is in seconds, or in any unit that is the same for the whole model; `latency` is in the
-    same unit, and `bandwidth` in bytes per unit of it. From FLOPs, `in_seconds` makes seconds.
+    Work is in seconds, or in any unit that is the same for the whole model; `latency` and
+    `overhead` are in the same unit, and `bandwidth` in bytes per unit of it. From FLOPs,
+    `in_seconds` makes seconds.
 
     Raises:
         ValueError: Naming every number that is negative or infinite.
@@ -63,6 +64,10 @@ class Costs:
     """Time that a message takes besides its bytes."""
     bandwidth: float = math.inf
     """Bytes per unit of time between neighbours, in each direction."""
+    overhead: float = 0.0
+    """Time that every action takes besides its work; see `StageCosts`."""
+    split_factor: float = 1.0
+    """Time of a backward's two halves over that of the backward in one piece; see `StageCosts`."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "layers", tuple(self.layers))
@@ -73,7 +78,7 @@ class Costs:
                 for name, value in asdict(costs).items()
                 if not 0 <= value < math.inf
             ]
-        for name in ("boundary_bytes", "kept_for_weight", "latency"):
+        for name in _NUMBERS:
             if not 0 <= getattr(self, name) < math.inf:
                 problems.append(f"{name} {getattr(self, name)} must be a finite number, 0 or more")
         if not self.bandwidth > 0:
@@ -106,16 +111,14 @@ class Costs:
         }
         return StageCosts(
             **sums,
-            boundary_bytes=self.boundary_bytes,
-            kept_for_weight=self.kept_for_weight,
-            latency=self.latency,
             bandwidth=self.bandwidth,
+            **{name: getattr(self, name) for name in _NUMBERS},
         )
 
     def in_seconds(self, work_per_second: float) -> "Costs":
         """Return these costs with each work divided by a speed, such as FLOPs per second.
 
-        `latency` and `bandwidth` are taken to be in seconds already.
+        `latency`, `bandwidth` and `overhead` are taken to be in seconds already.
         """
 
         def timed(part: LayerCosts) -> LayerCosts:
@@ -124,6 +127,25 @@ class Costs:
 
         layers = [timed(layer) for layer in self.layers]
         return replace(self, layers=layers, first=timed(self.first), last=timed(self.last))
+
+    def for_rows(self, num_rows: int) -> "Costs":
+        """Return the costs of a microbatch that has so many times the rows of this one.
+
+        Work, activations and messages grow with the rows; parameters, latency and overhead do not.
+        Small microbatches use a device less well than that: measure those that matter.
+        """
+
+        def grown(part: LayerCosts) -> LayerCosts:
+            names = ("forward", "backward_input", "backward_weight", "activation_bytes")
+            return replace(part, **{name: getattr(part, name) * num_rows for name in names})
+
+        return replace(
+            self,
+            layers=[grown(layer) for layer in self.layers],
+            first=grown(self.first),
+            last=grown(self.last),
+            boundary_bytes=self.boundary_bytes * num_rows,
+        )
 
     def to_json(self, path: str | Path) -> None:
         """Write the costs as JSON; an unlimited bandwidth is written as null."""
@@ -166,6 +188,9 @@ class Costs:
     def _parts(self) -> dict[str, LayerCosts]:
         layers = {f"layers[{index}]": layer for index, layer in enumerate(self.layers)}
         return {**layers, "first": self.first, "last": self.last}
+
+
+_NUMBERS = ("boundary_bytes", "kept_for_weight", "latency", "overhead", "split_factor")
 
 
 def _read_layers(content: Any, count: Any, problems: list[str]) -> list[LayerCosts]:

@@ -53,6 +53,14 @@ class StageCosts:
     """
     bandwidth: PerStage = math.inf
     """Bytes per unit of time on the link from a stage to the next, and as many back."""
+    overhead: PerStage = 0.0
+    """Time that every action takes besides its work, such as that of torch's runtime."""
+    split_factor: PerStage = 1.0
+    """Time of a backward's two halves over that of the backward in one piece: 1 or more.
+
+    torch goes over the graph twice for halves (2.13 to 2.15). It may differ by stage; stage 0 runs
+    its whole backward as the weight half.
+    """
 
     def __post_init__(self) -> None:
         problems, lengths = [], {}
@@ -106,11 +114,19 @@ class StageCosts:
             for name in ("forward", "backward_input", "backward_weight")
         )
         both = [i + w for i, w in zip(on_input, on_weight, strict=True)]
-        return {
+        factor = self.per_stage("split_factor", num_stages)
+        on_input = [i * f for i, f in zip(on_input, factor, strict=True)]
+        on_weight = [w * f for w, f in zip(on_weight, factor, strict=True)]
+        work = {
             "F": forward,
             "B": both,
             "I": [0.0, *on_input[1:]],
             "W": [both[0], *on_weight[1:]],
+        }
+        overhead = self.per_stage("overhead", num_stages)
+        return {
+            kind: [time + more for time, more in zip(times, overhead, strict=True)]
+            for kind, times in work.items()
         }
 
     def of(self, action: Action) -> float:

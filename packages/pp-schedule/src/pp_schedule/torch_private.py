@@ -6,9 +6,11 @@ release that moves a name is mended in this file alone.
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
+from torch import nn
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining._utils import _StageMeta, extract_tensor_metas
 from torch.distributed.pipelining.microbatch import TensorChunkSpec, _Replicate
@@ -54,8 +56,52 @@ def order_of(schedule: Schedule) -> Order | None:
     """Return the order that a multi-stage schedule runs; None for a single-stage one."""
     if not isinstance(schedule, PipelineScheduleMulti):
         return None
+    return _flat(schedule.pipeline_order)
+
+
+def order_of_class(
+    schedule_class: type[Schedule],
+    stage_ids: Sequence[int],
+    pp_size: int,
+    num_stages: int,
+    num_microbatches: int,
+) -> Order:
+    """Return the order of a multi-stage class, without stages or process groups.
+
+    The constructors ask of a stage no more than where it is; what they do last, lowering, is left
+    out.
+
+    Args:
+        schedule_class: A class with an order of its own.
+        stage_ids: The stages of rank 0.
+        pp_size: Number of ranks.
+        num_stages: Number of stages of the pipeline.
+        num_microbatches: Microbatches per step.
+    """
+    places = [
+        SimpleNamespace(
+            stage_index=index,
+            num_stages=num_stages,
+            group_rank=0,
+            group_size=pp_size,
+            is_first=index == 0,
+            is_last=index == num_stages - 1,
+            has_backward=True,
+            submod=nn.Identity(),
+        )
+        for index in stage_ids
+    ]
+    schedule = schedule_class.__new__(schedule_class)
+    assert isinstance(schedule, _PipelineScheduleRuntime)
+    vars(schedule)["_prepare_schedule_with_comms"] = lambda actions: None
+    construct: Callable[..., None] = schedule_class.__init__
+    construct(schedule, places, n_microbatches=num_microbatches, scale_grads=False)
+    return _flat(schedule.pipeline_order)
+
+
+def _flat(pipeline_order: Mapping[int, Sequence[_Action | None]]) -> Order:
     order = {}
-    for rank, actions in schedule.pipeline_order.items():
+    for rank, actions in pipeline_order.items():
         flat: list[Action | None] = []
         for action in actions:
             # A fused forward-backward runs its parts one after the other.
