@@ -116,6 +116,8 @@ def bench(session: nox.Session) -> None:
     session.run("python", "benchmarks/load.py", *session.posargs)
     session.run("python", "benchmarks/set_up.py", *session.posargs)
     session.run("torchrun", "--nproc-per-node=2", "benchmarks/recorder.py", *session.posargs)
+    session.run("python", "benchmarks/actions.py", *session.posargs)
+    session.run("python", "benchmarks/simulator.py", *session.posargs)
 
 
 @nox.session(venv_backend="none", default=False)

@@ -37,21 +37,7 @@ def test_bubble_of_gpipe_and_1f1b(
     assert timeline.bubbles == pytest.approx([(p - 1) / (m + p - 1)] * p)
 
 
-@pytest.mark.parametrize("pp_size", [2, 3, 4])
-@pytest.mark.parametrize("v", [1, 2, 3])
-@pytest.mark.parametrize("rounds", [1, 2, 4])
-def test_bubble_of_interleaved_1f1b(
-    pp_size: int, v: int, rounds: int, fake_stages: Callable[..., list[Any]]
-) -> None:
-    ids = stage_ids_this_rank(0, pp_size, v * pp_size)
-    stages = fake_stages(0, pp_size, ids, v * pp_size)
-    m = rounds * pp_size
-    order = schedule_order(resolve_schedule("interleaved_1f1b").cls(stages, m))
-    # A whole rank's forward takes 1 and its backward 2, divided over its v stages.
-    timeline = simulate(order, StageCosts(1.0 / v, 1.0 / v, 1.0 / v))
-    idle = timeline.makespan - m * 3.0
-    assert idle == pytest.approx((pp_size - 1) * 3.0 / v)
-    assert timeline.bubbles == pytest.approx([idle / timeline.makespan] * pp_size)
+TIMES = [(1.0, 1.0, 1.0), (1.0, 1.5, 0.7)]
 
 
 def torch_order(name: str, pp_size: int, v: int, m: int, fake_stages: Callable[..., Any]) -> Order:
@@ -60,22 +46,45 @@ def torch_order(name: str, pp_size: int, v: int, m: int, fake_stages: Callable[.
     return schedule_order(spec.cls(fake_stages(0, pp_size, ids, v * pp_size), m))
 
 
-@pytest.mark.parametrize("pp_size", [2, 4])
-@pytest.mark.parametrize("times", [(1.0, 1.0, 1.0), (1.0, 1.5, 0.7)])
-def test_idle_time_of_zero_bubble(
-    pp_size: int, times: tuple[float, float, float], fake_stages: Callable[..., list[Any]]
+@pytest.mark.parametrize("p", [2, 3, 4, 8])
+@pytest.mark.parametrize("v", [1, 2, 3, 4])
+@pytest.mark.parametrize("rounds", [1, 2, 4])
+def test_bubble_of_interleaved_1f1b(
+    p: int, v: int, rounds: int, fake_stages: Callable[..., list[Any]]
 ) -> None:
-    p, m = pp_size, 4 * pp_size
-    f, i, w = times
-    for name, v, idle in (
-        ("zero_bubble", 1, (p - 1) * (f + i - w)),
-        ("zero_bubble", 2, (p - 1) * (f + i - w) / 2),
-        ("looped_bfs", 2, (p - 1) * (f + i + w) / 2),
-        *([("zbv", 2, (p - 1) * f / 2)] if f == i == w else []),
-    ):
-        order = torch_order(name, p, v, m, fake_stages)
+    m = rounds * p
+    order = torch_order("interleaved_1f1b", p, v, m, fake_stages)
+    for f, i, w in TIMES:  # of a whole rank, divided over its v stages
         timeline = simulate(order, StageCosts(f / v, i / v, w / v))
-        assert timeline.makespan - m * (f + i + w) == pytest.approx(idle), name
+        idle = timeline.makespan - m * (f + i + w)
+        assert idle == pytest.approx((p - 1) * (f + i + w) / v)
+        assert timeline.bubbles == pytest.approx([(p - 1) / (v * m + p - 1)] * p)
+
+
+@pytest.mark.parametrize("p", [2, 3, 4, 8])
+@pytest.mark.parametrize("rounds", [1, 2, 4])
+@pytest.mark.parametrize("v", [1, 2, 3])
+def test_idle_time_of_zero_bubble(
+    p: int, rounds: int, v: int, fake_stages: Callable[..., list[Any]]
+) -> None:
+    m = rounds * p
+    for name, less in (("zero_bubble", -1), ("looped_bfs", 1)):
+        order = torch_order(name, p, v, m, fake_stages)
+        for f, i, w in TIMES:
+            timeline = simulate(order, StageCosts(f / v, i / v, w / v))
+            idle = (p - 1) * (f + i + less * w) / v
+            assert timeline.makespan - m * (f + i + w) == pytest.approx(idle), name
+
+
+@pytest.mark.parametrize("p", [2, 3, 4, 5, 8])
+def test_idle_time_of_zb_h1_and_zbv(p: int, fake_stages: Callable[..., list[Any]]) -> None:
+    for m in (p, p + 1, 2 * p - 1, 2 * p, 3 * p, 4 * p):
+        for f, i, w in TIMES:
+            timeline = simulate(zb_h1_order(p, m), StageCosts(f, i, w))
+            assert timeline.makespan - m * (f + i + w) == pytest.approx((p - 1) * (f + i - w))
+        if m >= 2 * p - 1:  # with fewer it idles longer
+            timeline = simulate(torch_order("zbv", p, 2, m, fake_stages), StageCosts(0.5, 0.5, 0.5))
+            assert timeline.makespan - m * 3.0 == pytest.approx((p - 1) / 2)
 
 
 def test_zero_bubble_idles_less_than_1f1b(fake_stages: Callable[..., list[Any]]) -> None:
