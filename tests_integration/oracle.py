@@ -32,6 +32,8 @@ class Case:
     overrides: dict[str, Any] = field(default_factory=dict)
     by_microbatch: bool = False
     """Run the unsplit model over the same microbatches, for models whose float32 parts feel it."""
+    balance: Any = None
+    """What is to decide how many layers each stage has; `layer_counts` then tells their sum alone."""
 
     def __str__(self) -> str:
         counts = "".join(map(str, self.layer_counts))
@@ -145,13 +147,17 @@ def build(case: Case, loss_fn: Any = token_mean) -> AutoPipeline:
     """The pipeline of a case on this rank."""
     model = case.model()
     mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),), mesh_dim_names=("pp",))
-    plan = plan_stage_fqns(find_layout(model), case.layer_counts)
+    if case.balance is not None:
+        split = {"balance": case.balance}
+    else:
+        plan = plan_stage_fqns(find_layout(model), case.layer_counts)
+        split = {"module_fqns_per_model_part": plan}
     return AutoPipeline(
         mesh,
         pp_schedule=case.schedule,
         pp_microbatch_size=case.microbatch_size,
         pp_batch_size=case.rows,
-        module_fqns_per_model_part=plan,
+        **split,
         **case.options,
     ).build(model, loss_fn=loss_fn)
 

@@ -177,17 +177,3 @@ def test_outside_of_a_batch_it_is_the_users_loss(share: float) -> None:
     value.backward()
     assert value.item() == wanted.item()
     torch.testing.assert_close(logits.grad, gradient * share)
-
-
-def test_a_finished_loss_lets_its_graph_go() -> None:
-    logits, target = batch()
-    loss = BatchLoss(token_mean, "mean", 1.0)
-    loss.begin(target, 2)
-    first = loss(logits[:4], target[:4])
-    first.backward()
-    assert first.grad_fn is not None
-    second = loss(logits[4:], target[4:])
-    assert first.grad_fn is None
-    assert second.grad_fn is not None
-    second.backward()
-    loss.end(CPU)

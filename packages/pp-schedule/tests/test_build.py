@@ -134,6 +134,25 @@ def test_a_csv_that_does_not_fit(
         assert word in str(caught.value)
 
 
+@pytest.mark.parametrize("name", ["gpipe", "dfs", "zbv", "csv", "1f1b"])
+def test_stages_under_ddp(name: str, fake_stages: Callable[..., list[Any]], tmp_path: Path) -> None:
+    """torch prepares DDP for one forward before each backward: more give no or other gradients."""
+    path = tmp_path / "order.csv"
+    dump_csv(one_f_one_b_order(2, 4), path)
+    csv = str(path) if name == "csv" else None
+    style = "loop" if csv else resolve_schedule(name).style
+    num_stages = 4 if name in ("dfs", "zbv") else 2
+    stages = fake_stages(1, 2, stage_ids_this_rank(1, 2, num_stages, style), num_stages)
+    for stage in stages:
+        stage.submod = nn.parallel.DistributedDataParallel(stage.submod)
+    if name == "1f1b":
+        build_pipeline_schedule(None, name, 1, 4, stages, mse_loss)
+        return
+    with pytest.raises(ValueError, match="stage 1 is wrapped in DistributedDataParallel") as caught:
+        build_pipeline_schedule(csv, name, 1, 4, stages, mse_loss)
+    assert "use that, or fully_shard" in str(caught.value)
+
+
 # --- what is built
 
 

@@ -126,3 +126,8 @@ def test_without_matplotlib_the_extra_is_named(
     with pytest.raises(ImportError, match=r"pp-schedule\[plot\]"):
         draw_png(gpipe_order(2, 2), tmp_path / "a.png")
     assert not (tmp_path / "a.png").exists()
+
+
+def test_an_order_that_takes_no_time(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="no action takes any time"):
+        draw_text(gpipe_order(2, 2), StageCosts(0.0, 0.0, 0.0))

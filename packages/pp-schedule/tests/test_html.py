@@ -160,6 +160,16 @@ def data_of(path: Path) -> dict[str, Any]:
 # --- the page in a browser
 
 
+def test_a_title_that_reads_like_the_page_itself(page: Callable[..., Path]) -> None:
+    title = "<!--<script> {{data}} </script>"
+    text = page(one_f_one_b_order(2, 2), title=title).read_text()
+    found = re.search(r'id="data">(.*?)</script>', text)
+    assert found is not None
+    assert json.loads(found[1])["title"] == title
+    assert "<" not in found[1]
+    assert "<title>&lt;!--&lt;script&gt; {{data}} &lt;/script&gt;</title>" in text
+
+
 @needs_chromium
 def test_every_action_is_a_box(browser: Browser, page: Callable[..., Path]) -> None:
     browser.open(page(one_f_one_b_order(4, 8), title="1F1B"))

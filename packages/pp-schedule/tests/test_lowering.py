@@ -36,6 +36,10 @@ def stages_of_rank(
     return fake_stages(rank, pp_size, ids, num_stages)
 
 
+def apart(row: list[Any]) -> list[Any]:
+    return [part for a in row for part in (a.sub_actions if a and a.sub_actions else (a,))]
+
+
 @pytest.mark.parametrize("name", RUNTIME_NAMES)
 def test_what_runs_is_what_torch_makes(name: str, fake_stages: Callable[..., list[Any]]) -> None:
     spec = resolve_schedule(name)
@@ -47,9 +51,13 @@ def test_what_runs_is_what_torch_makes(name: str, fake_stages: Callable[..., lis
             theirs = spec.cls(stages, num_microbatches)
             ours = build_pipeline_schedule(None, name, 1, num_microbatches, stages, None)
             assert type(ours) is type(theirs)
-            assert vars(ours).keys() == vars(theirs).keys()
-            for attribute in ("pipeline_order", "pipeline_order_with_comms"):
-                assert getattr(ours, attribute) == getattr(theirs, attribute)
+            assert vars(ours).keys() - vars(theirs).keys() == {"_initialize_pp_stages"}
+            assert ours.pipeline_order == theirs.pipeline_order
+            if name == "dualpipev":  # its pairs are taken apart, then lowered as torch does it
+                theirs._prepare_schedule_with_comms(
+                    {rank: apart(row) for rank, row in theirs.pipeline_order.items()}
+                )
+            assert ours.pipeline_order_with_comms == theirs.pipeline_order_with_comms
             assert ours.stage_index_to_group_rank == theirs.stage_index_to_group_rank
 
 

@@ -48,7 +48,9 @@ def test_every_torch_schedule_has_a_name() -> None:
         if name.startswith("Schedule") and isinstance(value, type) and not value.__abstractmethods__
     }
     assert public == set(CLASSES)
-    assert {resolve_schedule(name).class_name for name in SCHEDULE_NAMES} == public
+    classes = {resolve_schedule(name).class_name for name in SCHEDULE_NAMES if name != "auto"}
+    assert classes == public
+    assert resolve_schedule("auto").cls is schedules._PipelineScheduleRuntime
 
 
 @pytest.mark.parametrize("class_name", CLASSES)
@@ -176,11 +178,53 @@ def test_the_nearest_numbers_are_taken(rule: MicrobatchRule) -> None:
         ("1f1b", 8, ["exactly 1 stage per rank", "pp_size=4 needs 4 stages, not 8"]),
         ("zbv", 12, ["exactly 2 stages per rank", "pp_size=4 needs 8 stages, not 12"]),
         ("zbv", 4, ["exactly 2 stages per rank", "needs 8 stages, not 4"]),
-        ("dfs", 6, ["6 stages do not divide over pp_size=4"]),
-        ("dfs", 0, ["0 stages"]),
+        ("zbv", 6, ["exactly 2 stages per rank", "needs 8 stages, not 6"]),
+        ("dfs", 6, ["6 stages do not divide over pp_size=4", "nearest: 4 or 8"]),
+        ("dfs", 3, ["3 stages", "nearest: 4"]),
+        ("dfs", 0, ["0 stages", "nearest: 4"]),
     ],
 )
 def test_stages_that_do_not_suit(name: str, num_stages: int, words: list[str]) -> None:
     [problem] = resolve_schedule(name).check(4, num_stages, 8)
     for word in words:
         assert word in problem
+
+
+@pytest.mark.parametrize(
+    ("name", "batch_size", "microbatch_size", "advice"),
+    [
+        ("1f1b", 8, 4, "rows / part = 8 / 4: use rows=16 or 20, or part=2"),
+        ("1f1b", 3, 1, "rows / part = 3 / 1: use rows=4 or 5"),
+        ("dualpipev", 16, 4, "rows / part = 16 / 4: use rows=32 or 36, or part=2"),
+        ("dfs", 22, 2, "rows / part = 22 / 2: use rows=20 or 24, or part=11"),
+    ],
+)
+def test_sizes_that_would_fit_in_the_users_names(
+    name: str, batch_size: int, microbatch_size: int, advice: str
+) -> None:
+    spec = resolve_schedule(name)
+    num_stages = 4 * (spec.stages_per_rank or 2)
+    said = spec.fitting_sizes(4, num_stages, ("rows", batch_size), ("part", microbatch_size))
+    assert said == f"microbatches are {advice}"
+
+
+@pytest.mark.parametrize("name", ["1f1b", "dfs", "dualpipev"])
+def test_sizes_that_are_advised_fit(name: str) -> None:
+    spec = resolve_schedule(name)
+    advised = 0
+    for pp_size in (1, 2, 3, 5):
+        num_stages = pp_size * (spec.stages_per_rank or 2)
+        for part in (1, 2, 3):
+            for rows in range(part, 8 * pp_size, part):
+                if spec.takes(pp_size, num_stages, rows // part):
+                    continue
+                said = spec.fitting_sizes(pp_size, num_stages, ("rows", rows), ("part", part))
+                batches, _, parts = said.partition("rows=")[2].partition(", or part=")
+                for fitting in map(int, batches.split(" or ")):
+                    assert fitting % part == 0
+                    assert spec.takes(pp_size, num_stages, fitting // part)
+                if parts:
+                    assert rows % int(parts) == 0
+                    assert spec.takes(pp_size, num_stages, rows // int(parts))
+                advised += 1
+    assert advised > 5

@@ -10,6 +10,7 @@ import pytest
 from pp_schedule import (
     SCHEDULE_NAMES,
     Action,
+    build_pipeline_schedule,
     dump_csv,
     load_csv,
     resolve_schedule,
@@ -37,12 +38,15 @@ def read(*rows: str) -> dict[int, list[Action | None]]:
 def named_order(
     name: str, fake_stages: Callable[..., list[Any]], pp_size: int, num_microbatches: int
 ) -> tuple[Order, int]:
-    """The order of a torch schedule, as torch made it."""
+    """The order of a schedule: as torch made it, but of "auto", which torch has not."""
     spec = resolve_schedule(name)
     num_stages = pp_size * (spec.stages_per_rank or 2)
     ids = stage_ids_this_rank(0, pp_size, num_stages, spec.style)
     stages = fake_stages(0, pp_size, ids, num_stages)
-    schedule = spec.cls(stages[0] if spec.single_stage else stages, num_microbatches)
+    if name == "auto":
+        schedule = build_pipeline_schedule(None, name, 1, num_microbatches, stages, None)
+    else:
+        schedule = spec.cls(stages[0] if spec.single_stage else stages, num_microbatches)
     return schedule_order(schedule), num_stages
 
 

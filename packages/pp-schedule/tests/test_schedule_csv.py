@@ -133,7 +133,22 @@ def test_junk_among_communication_is_named(cell: str, tmp_path: Path) -> None:
     assert f"row 1, column 3: {cell!r}" in str(caught.value)
 
 
+def test_a_file_that_a_spreadsheet_has_saved(tmp_path: Path) -> None:
+    order = one_f_one_b_order(2, 3)
+    path = tmp_path / "order.csv"
+    dump_csv(order, path)
+    path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes() + b"\r\n")
+    assert load_csv(path) == order
+
+
 # --- what is refused
+
+
+def test_a_file_that_is_no_text(tmp_path: Path) -> None:
+    path = tmp_path / "order.csv"
+    path.write_bytes(b"0F0,\xff\xfe\n")
+    with pytest.raises(ValueError, match=r"order\.csv is no schedule: .*utf-8"):
+        load_csv(path)
 
 
 @pytest.mark.parametrize("dialect", ["2.13", "2.15"])

@@ -16,6 +16,7 @@ from pp_autopipeline.checks import field_problems, mesh_problems, refuse, warn_o
 from pp_autopipeline.config import PipelineConfig
 from pp_autopipeline.devices import resolve_device
 from pp_autopipeline.execution import Execution, StepOutput
+from pp_autopipeline.layer_counts import BalanceBy, balance_problems
 from pp_autopipeline.loss import BatchLoss
 from pp_autopipeline.loss_probe import (
     LossFunction,
@@ -35,7 +36,7 @@ from pp_autopipeline.pretrained import load_pretrained, save_pretrained
 from pp_autopipeline.reports import PipelineReports
 from pp_autopipeline.stage_summary import StageSummary, summarize_stages
 from pp_bufferpool import RecvBufferPool, install_recv_buffer_pool
-from pp_schedule import use_stage_shapes
+from pp_schedule import resolve_schedule, use_stage_shapes
 from pp_split_hf import Saveable, allocate_stage_weights, initialize_stage_weights
 
 logger = logging.getLogger(__name__)
@@ -91,7 +92,8 @@ class AutoPipeline(PipelineReports):
     ep_shard_axis_names: tuple[str, ...] | None = None
     """Axes over which experts are sharded, handed on to `parallelize_fn`."""
     pp_schedule: str | None = "1f1b"
-    """Schedule name; see `pp_schedule.resolve_schedule`."""
+    """Schedule name; see `pp_schedule.resolve_schedule`. "auto" has the planner choose schedule,
+    split and stages per rank, in no more memory than 1F1B takes."""
     pp_schedule_csv: str | None = None
     """Path of a compute-only schedule CSV; overrides `pp_schedule`."""
     pp_microbatch_size: int = 1
@@ -130,6 +132,10 @@ class AutoPipeline(PipelineReports):
     loss_reduction: LossReduction | None = None
     """Whether `loss_fn` is a "mean" or a "sum" over the targets that are not -100; None finds out
     by calling it on random logits."""
+    balance: BalanceBy = "layers"
+    """What is to be even over stages: "layers", "cost" (of a microbatch, see `estimate_costs`; of
+    `pp_seq_len` tokens, else of as many as the model takes, 4096 at most), or costs that were
+    measured, the same on every rank."""
 
     def __post_init__(self) -> None:
         axes = {"pp_axis_name": self.pp_axis_name, "cp_axis_name": self.cp_axis_name}
@@ -145,6 +151,7 @@ class AutoPipeline(PipelineReports):
             problems.append(
                 f"loss_reduction={self.loss_reduction!r} is none of 'mean', 'sum', None"
             )
+        problems += balance_problems(self.balance)
         try:
             self.device = resolve_device(self.device, self.world_mesh)
         except (ValueError, RuntimeError) as error:
@@ -202,7 +209,7 @@ class AutoPipeline(PipelineReports):
         """
         assert isinstance(self.device, torch.device)
         loss_fn = loss_fn or self._loss_fn
-        plan = plan_pipeline(model, self.world_mesh, self.pp_axis_name, self._config)
+        plan = plan_pipeline(model, self.world_mesh, self.pp_axis_name, self._config, self.balance)
         rules = BatchRules.of(model, plan.layout)
         batch_loss = None
         if loss_fn is not None:
@@ -472,6 +479,20 @@ class AutoPipeline(PipelineReports):
                 logger,
                 f"axis {self.pp_axis_name!r} of world_mesh has size 1: all stages are on one rank, "
                 "and pipeline settings only cut the batch into microbatches",
+            )
+        if self.module_fqns_per_model_part is not None and self.balance != "layers":
+            given = "'cost'" if isinstance(self.balance, str) else "Costs(...)"
+            warn_once(
+                logger,
+                f"balance={given} has no effect: module_fqns_per_model_part says what each stage has",
+            )
+        name = self.pp_schedule if self.pp_schedule_csv is None else None
+        automatic = name is not None and resolve_schedule(name).name == "auto"
+        if automatic and self.layers_per_stage is not None:
+            warn_once(
+                logger,
+                f"layers_per_stage={self.layers_per_stage} has no effect: pp_schedule='auto' "
+                "chooses the stages",
             )
         if self.patch_stage_backward_maybe_with_nosync:
             warn_once(

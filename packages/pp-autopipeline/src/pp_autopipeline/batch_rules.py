@@ -11,6 +11,7 @@ from torch import nn
 
 from pp_autopipeline.images import ImageRules
 from pp_autopipeline.loss_probe import IGNORED, TargetKind
+from pp_autopipeline.parts import learned_positions
 from pp_autopipeline.pipeline import output_shape
 from pp_split_hf import ModelLayout
 
@@ -49,14 +50,6 @@ class BatchRules:
         images = ImageRules.of(config)
         config = config.get_text_config(decoder=True) if config is not None else None
         output = output_shape(layout)
-        positions = getattr(config, "max_position_embeddings", None)
-        modules = dict(model.named_modules())
-        tables = [m for fqn in layout.embeddings if isinstance(m := modules.get(fqn), nn.Embedding)]
-        learned = positions is not None and any(
-            # OPT and its like keep two rows more than there are positions.
-            table.num_embeddings in (positions, positions + 2)
-            for table in tables[1:]
-        )
         decoder = model.get_submodule(layout.layers.rpartition(".")[0])
         names = {
             name
@@ -69,7 +62,7 @@ class BatchRules:
             output.dims[-1].offset,
             bool(layout.heads),
             _target_kind(len(output.dims), names),
-            positions if learned else None,
+            learned_positions(model, layout),
             frozenset(names - {"self"}),
             images,
         )

@@ -135,10 +135,15 @@ def schedule_problems(
     num_microbatches = config.num_microbatches
     problems = spec.check(pp_size, num_stages, num_microbatches)
     if problems and config.module_fqns_per_model_part is not None:
-        problems.append(f"(module_fqns_per_model_part lists {num_stages} stages)")
+        problems.append(f"module_fqns_per_model_part lists {num_stages} stages")
+    elif problems and config.layers_per_stage is not None:
+        problems.append(f"layers_per_stage={config.layers_per_stage} makes {num_stages} stages")
     if not spec.takes(pp_size, num_stages, num_microbatches):
-        problems.append(
-            f"(microbatches are pp_batch_size / pp_microbatch_size = "
-            f"{config.pp_batch_size} / {config.pp_microbatch_size}; pp_batch_size is 1 unless given)"
-        )
+        batch = "pp_batch_size", config.pp_batch_size
+        microbatch = "pp_microbatch_size", config.pp_microbatch_size
+        sizes = spec.fitting_sizes(pp_size, num_stages, batch, microbatch)
+        default = " (pp_batch_size is 1 unless given)" if config.pp_batch_size == 1 else ""
+        problems.append(sizes + default)
+    if problems:
+        problems.insert(0, f"pp_schedule={config.pp_schedule!r} cannot run here")
     return problems

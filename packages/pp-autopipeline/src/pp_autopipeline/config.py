@@ -25,8 +25,8 @@ class PipelineConfig:
     """
 
     pp_schedule: str | None = "1f1b"
-    """Schedule name: 1f1b, gpipe, interleaved_1f1b, looped_bfs, dfs, v_schedule, zero_bubble, or
-    any of torch's own."""
+    """Schedule name: 1f1b, gpipe, interleaved_1f1b, looped_bfs, dfs, v_schedule, zero_bubble, any
+    of torch's own, or auto, which has the planner choose schedule and split."""
     pp_schedule_csv: str | None = None
     """Path of a compute-only schedule CSV; overrides `pp_schedule`."""
     pp_microbatch_size: int = 1

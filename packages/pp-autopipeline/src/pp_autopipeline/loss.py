@@ -1,12 +1,12 @@
 """The loss of a batch that is cut into microbatches: the same number whatever the cut."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from pp_autopipeline.loss_probe import IGNORED, LossFunction, LossReduction
-from pp_schedule.build import scale_gradient
+from pp_schedule.microbatch_loss import scale_gradient
 
 
 class BatchLoss:
@@ -25,8 +25,6 @@ class BatchLoss:
         self.take_auxiliary_loss: Callable[[], torch.Tensor | None] = lambda: None
         self._auxiliary: list[torch.Tensor] = []
         self._counts: list[int] | None = None
-        self._losses: list[torch.Tensor] = []
-        self._finished: list[int] = []
 
     def begin(self, target: torch.Tensor, num_microbatches: int) -> None:
         """Begin a batch with its whole target."""
@@ -43,17 +41,12 @@ class BatchLoss:
         for auxiliary in self._auxiliary:
             total += auxiliary.double() / len(self._auxiliary)
         self._counts = None
-        self._release(range(len(self._losses)))
-        self._losses = []
-        self._finished = []
         return total
 
     def __call__(self, output: torch.Tensor, target: Any) -> torch.Tensor:
         """Return the loss of the next microbatch, its gradient weighted."""
         if self._counts is None:
             return scale_gradient(self.loss_fn(output, target), self.share)
-        self._release(self._finished)
-        self._finished = []
         index = len(self.values)
         if self._counts[index]:
             loss = self.loss_fn(output, target)
@@ -68,28 +61,8 @@ class BatchLoss:
             # A model computes it over one microbatch; the batch has their mean.
             self._auxiliary.append(auxiliary.detach())
             loss = loss + scale_gradient(auxiliary, 1.0 / len(self._counts)).to(loss)
-        self._losses.append(loss)
-        if loss.requires_grad:
-            # The hook knows a number and not the loss, which would keep itself alive.
-            finished = self._finished_later(index)
-            loss.register_hook(finished)
         return loss
-
-    def _finished_later(self, index: int) -> Callable[[torch.Tensor], None]:
-        def hook(gradient: torch.Tensor) -> None:
-            self._finished.append(index)
-
-        return hook
 
     def _weight(self, index: int) -> float:
         assert self._counts is not None
         return self._counts[index] / max(1, sum(self._counts)) if self.reduction == "mean" else 1.0
-
-    def _release(self, indices: Iterable[int]) -> None:
-        """Detach losses whose backward has run.
-
-        torch's schedules keep every loss until the step ends, and with it, through its graph, the
-        last stage's input of every microbatch (2.15).
-        """
-        for index in indices:
-            self._losses[index].detach_()

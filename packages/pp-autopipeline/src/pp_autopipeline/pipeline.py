@@ -10,19 +10,21 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import PipelineStage
 
+from pp_autopipeline.automatic import choose_automatically
 from pp_autopipeline.checks import mesh_problems, order_problems, refuse, schedule_problems
 from pp_autopipeline.config import PipelineConfig
+from pp_autopipeline.layer_counts import BalanceBy, choose_layer_counts
 from pp_autopipeline.loss import BatchLoss
+from pp_autopipeline.stage_numbers import count_stages, place_stages
 from pp_patch_hf import patch_hf_model_for_pp
 from pp_schedule import (
-    ScheduleSpec,
+    Balance,
+    Order,
+    build_order_schedule,
     build_pipeline_schedule,
-    calculate_virtual_stages,
     resolve_schedule,
     set_stage_shapes,
-    stage_ids_this_rank,
 )
-from pp_schedule.orders import Order
 from pp_schedule.schedule_csv import load_csv
 from pp_split_hf import (
     BoundaryShape,
@@ -36,7 +38,6 @@ from pp_split_hf import (
     move_stages,
     plan_stage_fqns,
     split_model_into_stages,
-    spread_over_stages,
     stage_part,
 )
 
@@ -73,6 +74,12 @@ class PipelinePlan:
     """This rank along the pipeline axis."""
     ties: tuple[Tie, ...]
     """Parameters that more than one stage holds."""
+    balance: Balance | None = None
+    """How even the stages are, if costs decided."""
+    schedule: str = ""
+    """What runs: a name or a file; `own` for an order that the planner made."""
+    order: Order | None = None
+    """What to run, if neither a name nor a file says so."""
 
     @property
     def rank_of_stage(self) -> list[int]:
@@ -97,9 +104,15 @@ class BuiltPipeline:
 
 
 def plan_pipeline(
-    model: nn.Module, mesh: DeviceMesh, pp_axis_name: str, config: PipelineConfig
+    model: nn.Module,
+    mesh: DeviceMesh,
+    pp_axis_name: str,
+    config: PipelineConfig,
+    balance: BalanceBy = "layers",
 ) -> PipelinePlan:
     """Decide which modules are on which stage and which stage on which rank.
+
+    Every rank decides alike.
 
     Raises:
         ValueError: Listing everything about mesh, schedule, sizes, model and plan that is wrong.
@@ -130,53 +143,38 @@ def plan_pipeline(
     if layout is None or (order is None and spec is None):
         refuse(failed, problems)
     assert layout is not None
+    weighed, schedule, planned = None, config.pp_schedule_csv or config.pp_schedule or "", None
+    if spec is not None and spec.name == "auto" and config.module_fqns_per_model_part is None:
+        refuse(failed, problems + check_pipeline_support(model, layout))
+        try:
+            chosen = choose_automatically(model, layout, pp_size, config, balance)
+        except (ValueError, RuntimeError) as error:
+            refuse(failed, [f"pp_schedule='auto': {error}"])
+        config, weighed, schedule = chosen.config, chosen.balance, chosen.schedule
+        order = planned = chosen.order
+        spec = None if order else resolve_schedule(config.pp_schedule or "")
     # 3. Both together.
-    num_stages = _num_stages(config, spec, order, layout, pp_size, problems)
+    num_stages = count_stages(config, spec, order, layout, pp_size, problems)
     if num_stages is None:
         refuse(failed, problems + check_pipeline_support(model, layout))
     assert num_stages is not None
     if spec is not None:
         problems += schedule_problems(spec, pp_size, num_stages, config)
-    if config.module_fqns_per_model_part is None:
-        names = plan_stage_fqns(layout, spread_over_stages(layout, num_stages))
-    else:
-        names = [list(stage) for stage in config.module_fqns_per_model_part]
-        problems += check_stage_fqns(layout, names, model)
+    listed = config.module_fqns_per_model_part
+    if listed is not None:
+        problems += check_stage_fqns(layout, listed, model)
     refuse(failed, problems + check_pipeline_support(model, layout))
-    stage_ids = _stage_ids(spec, order, pp_size, num_stages)
+    stage_ids = place_stages(spec, order, pp_size, num_stages)
+    # 4. Which modules are on which stage.
+    if listed is None:
+        try:
+            counts, weighed = choose_layer_counts(model, layout, stage_ids, config, balance)
+        except ValueError as error:
+            refuse(failed, [str(error)])
+        listed = plan_stage_fqns(layout, counts)
+    names = [list(stage) for stage in listed]
     ties = find_ties(model, layout, names)
-    return PipelinePlan(layout, names, stage_ids, pp_rank, ties)
-
-
-def _num_stages(
-    config: PipelineConfig,
-    spec: ScheduleSpec | None,
-    order: Order | None,
-    layout: ModelLayout,
-    pp_size: int,
-    problems: list[str],
-) -> int | None:
-    """Return the number of stages; None, and the reason among the problems, if there is none."""
-    parts = config.module_fqns_per_model_part
-    if order is not None:
-        stages = {a.stage_index for row in order.values() for a in row if a is not None}
-        if parts is not None and len(parts) != len(stages):
-            problems.append(
-                f"module_fqns_per_model_part lists {len(parts)} stages and "
-                f"pp_schedule_csv={config.pp_schedule_csv!r} runs {len(stages)}"
-            )
-        return len(stages) or None
-    if parts is not None:
-        return len(parts)
-    assert spec is not None
-    rounding = config.round_virtual_stages_to_pp_multiple
-    try:
-        return calculate_virtual_stages(
-            layout.num_layers, config.layers_per_stage, pp_size, spec.single_stage, rounding
-        )[0]
-    except ValueError as error:
-        problems.append(str(error))
-        return None
+    return PipelinePlan(layout, names, stage_ids, pp_rank, ties, weighed, schedule, planned)
 
 
 def build_pipeline(
@@ -214,15 +212,18 @@ def build_pipeline(
         )
         for part, index in zip(parts, mine, strict=True)
     ]
-    schedule = build_pipeline_schedule(
-        config.pp_schedule_csv,
-        config.pp_schedule,
+    how = (
         config.pp_microbatch_size,
         config.pp_batch_size,
         stages,
         loss_fn,
         config.scale_grads_in_schedule,
     )
+    if plan.order is not None:
+        schedule = build_order_schedule(plan.order, *how)
+    else:
+        file = config.pp_schedule_csv
+        schedule = build_pipeline_schedule(file, None if file else plan.schedule, *how)
     by_stage = dict(zip(mine, parts, strict=True))
     tied = TiedParameters(plan.ties, by_stage, plan.rank_of_stage, group)
     return BuiltPipeline(plan, parts, stages, schedule, tied)
@@ -281,17 +282,3 @@ def set_shapes(pipeline: BuiltPipeline, microbatch_size: int, seq_len: int) -> N
 
 def _crossing(layout: ModelLayout, boundary: int, batch: tuple[int, int]) -> list[torch.Tensor]:
     return [slot.shape.tensor(*batch) for slot in layout.trace.crossings[boundary].slots]
-
-
-def _stage_ids(
-    spec: ScheduleSpec | None, order: Order | None, pp_size: int, num_stages: int
-) -> dict[int, tuple[int, ...]]:
-    if order is not None:
-        return {
-            rank: tuple(sorted({a.stage_index for a in row if a is not None}))
-            for rank, row in order.items()
-        }
-    assert spec is not None
-    return {
-        rank: stage_ids_this_rank(rank, pp_size, num_stages, spec.style) for rank in range(pp_size)
-    }

@@ -3,9 +3,11 @@
 from abc import ABC, abstractmethod
 from pathlib import Path
 
+from pp_autopipeline.layer_counts import BalanceBy, describe_balance
 from pp_autopipeline.pipeline import BuiltPipeline
 from pp_autopipeline.stage_summary import StageSummary, stage_table
 from pp_schedule import (
+    Balance,
     chrome_trace,
     draw_html,
     draw_png,
@@ -24,6 +26,7 @@ class PipelineReports(ABC):
     pp_microbatch_size: int
     pp_batch_size: int
     device: object
+    balance: BalanceBy
     _summaries: tuple[StageSummary, ...]
 
     @abstractmethod
@@ -40,6 +43,20 @@ class PipelineReports(ABC):
         """A summary of every stage of the pipeline, whichever rank it is on."""
         self._require()
         return self._summaries
+
+    @property
+    def balance_report(self) -> Balance | None:
+        """How even the ranks' shares of the work are, beside those of an even split by layers.
+
+        None if costs did not decide.
+        """
+        return self._require().plan.balance
+
+    @property
+    def _schedule_name(self) -> str:
+        name = self.pp_schedule_csv or self.pp_schedule or ""
+        chosen = self._require().plan.schedule
+        return name if chosen == name else f"{name}: {chosen}"
 
     def list_stage_modules(self) -> list[list[str]]:
         """Return the module names of each of this rank's stages."""
@@ -61,7 +78,7 @@ class PipelineReports(ABC):
         built = self._require()
         plan = built.plan
         num_microbatches = self.pp_batch_size // self.pp_microbatch_size
-        name = self.pp_schedule_csv or self.pp_schedule
+        name = self._schedule_name
         bubble = simulate(self.schedule_order).bubble_fraction
         total, trainable = (self.get_total_param_count(flag) for flag in (False, True))
         mine = ", ".join(map(str, sorted(plan.stage_ids[plan.pp_rank])))
@@ -71,6 +88,7 @@ class PipelineReports(ABC):
                 f"schedule: {name} ({type(built.schedule).__name__}), {num_microbatches} "
                 f"microbatches of {self.pp_microbatch_size}, expected bubble {100 * bubble:.1f} %",
                 f"whole model: {total:,} parameters, {trainable:,} trainable",
+                *self._balance_lines(),
                 f"this rank: pipeline rank {plan.pp_rank} on {self.device}, stages {mine}",
                 *(
                     f"  stage {s.stage_index}: {s.num_params:,} parameters "
@@ -80,6 +98,13 @@ class PipelineReports(ABC):
                 ),
             ]
         )
+
+    def _balance_lines(self) -> list[str]:
+        plan = self._require().plan
+        if plan.balance is None:
+            return []
+        unit = "FLOPs" if isinstance(self.balance, str) else "(in the unit of the costs)"
+        return describe_balance(plan.balance, plan.stage_ids, unit)
 
     def pretty_print_stages(self, max_modules_per_stage: int = 16) -> str:
         """Return a table of all stages of the pipeline, in global numbers."""
@@ -96,7 +121,7 @@ class PipelineReports(ABC):
             ValueError: If the suffix is another one.
         """
         order, suffix = self.schedule_order, Path(path).suffix
-        title = f"{self.pp_schedule_csv or self.pp_schedule}, {len(self._summaries)} stages"
+        title = f"{self._schedule_name}, {len(self._summaries)} stages"
         if suffix == ".png":
             draw_png(order, path, title=title)
         elif suffix == ".html":

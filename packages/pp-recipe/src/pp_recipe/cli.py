@@ -113,6 +113,57 @@ def verify(**values: Any) -> None:
     sys.exit(0 if exact else 1)
 
 
+@cli.command(context_settings={"show_default": True})
+@click.argument("model")
+@click.option("--pp", type=click.IntRange(1), required=True, help="Pipeline ranks.")
+@click.option("--batch-size", type=click.IntRange(1), required=True, help="Rows of a step.")
+@click.option("--seq-len", type=click.IntRange(1), required=True, help="Tokens of a row.")
+@click.option("--gpu", help="What a rank runs on: a100, h100, h200, b200, l40s, mi300x, ...")
+@click.option("--memory", metavar="SIZE", help="Memory of a rank, as 80GB.  [default: the GPU's]")
+@click.option("--flops", type=float, help="Peak FLOPs per second.  [default: the GPU's]")
+@click.option("--efficiency", default=0.45, help="Share of the peak that is reached.")
+@click.option("--bandwidth", type=float, help="GB/s to the next rank.  [default: the GPU's]")
+@click.option("--latency", default=20.0, help="Microseconds of a message besides its bytes.")
+@click.option("--overhead", default=100.0, help="Microseconds of an action besides its work.")
+@click.option("--dtype", default="bfloat16", help="Dtype of parameters.")
+@click.option(
+    "--optimizer-bytes",
+    type=float,
+    help="Bytes of optimizer's state per parameter.  [default: AdamW's in the dtype]",
+)
+@click.option(
+    "--microbatch-size", type=click.IntRange(1), help="Rows of a microbatch.  [default: the best]"
+)
+@click.option("--max-stages-per-rank", default=2, help="Stages of a rank, at most.")
+@click.option("--effort", default=1.0, help="How much to try; 2 takes about twice as long.")
+@click.option("--costs", metavar="FILE", help="Measured costs of a row, as measure_costs has them.")
+@click.option("--output", default="plan", metavar="FOLDER", help="Where to write.")
+@click.option("--trust-remote-code", is_flag=True, help="Run the code that the model brings.")
+@click.option("--import", "imports", multiple=True, metavar="MODULE_OR_FILE", help="Import first.")
+def plan(**values: Any) -> None:
+    """Find the split, schedule and microbatch size to train MODEL with, before renting a GPU.
+
+    MODEL is a folder with a config.json, a model type such as qwen3_moe, or a hub id that is in the
+    local cache. No weights are read. Work is counted from shapes, and every schedule is simulated;
+    what is best is written as settings and a schedule file. Exit code 0: it fits the memory; 1:
+    nothing does, and this is the nearest; 2: a wrong option, or no such model.
+    """
+    try:
+        fits = _plan(values)
+    except OptionsError as error:
+        _refuse(error)
+    sys.exit(0 if fits else 1)
+
+
+def _plan(values: dict[str, Any]) -> bool:
+    from transformers.utils import logging
+
+    from pp_recipe.plan import PlanOptions, plan
+
+    logging.set_verbosity_error()
+    return plan(PlanOptions(**values), click.echo)
+
+
 def _verify(values: dict[str, Any]) -> bool:
     from transformers.utils import logging
 

@@ -118,7 +118,7 @@ def build_random_model(config: PretrainedConfig, trust_remote_code: bool) -> Pre
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         try:
-            model = _construct(config, trust_remote_code)
+            model = construct(config, trust_remote_code)
             model.float().eval()
         except OptionsError:
             raise
@@ -132,7 +132,12 @@ def build_random_model(config: PretrainedConfig, trust_remote_code: bool) -> Pre
     return model
 
 
-def _construct(config: PretrainedConfig, trust_remote_code: bool) -> PreTrainedModel:
+def construct(config: PretrainedConfig, trust_remote_code: bool) -> PreTrainedModel:
+    """Return the model that a config means: the first of its architectures, or a causal one.
+
+    Raises:
+        OptionsError: If there is no such class.
+    """
     wanted = next(iter(config.architectures or ()), None)
     remote: dict[str, str] = getattr(config, "auto_map", None) or {}
     if trust_remote_code and remote:

@@ -9,11 +9,15 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from pp_schedule.balancing import Balance, balance
-    from pp_schedule.build import build_pipeline_schedule, schedule_order
+    from pp_schedule.build import (
+        build_order_schedule,
+        build_pipeline_schedule,
+        schedule_order,
+    )
     from pp_schedule.costs import Costs, LayerCosts
     from pp_schedule.draw import chrome_trace, draw_html, draw_png, draw_text
     from pp_schedule.forward_only import build_forward_only_schedule
-    from pp_schedule.gradients import clip_grad_norm, scale_grads_by_divisor
+    from pp_schedule.gradients import clip_grad_norm, mark_shards, scale_grads_by_divisor
     from pp_schedule.interleaved_orders import interleaved_1f1b_order
     from pp_schedule.measured import measured_costs
     from pp_schedule.named_orders import named_order
@@ -45,6 +49,7 @@ _HOME = {
     "Transfer": "simulator",
     "balance": "balancing",
     "build_forward_only_schedule": "forward_only",
+    "build_order_schedule": "build",
     "build_pipeline_schedule": "build",
     "calculate_virtual_stages": "placement",
     "chrome_trace": "draw",
@@ -55,6 +60,7 @@ _HOME = {
     "dump_csv": "schedule_csv",
     "interleaved_1f1b_order": "interleaved_orders",
     "load_csv": "schedule_csv",
+    "mark_shards": "gradients",
     "measured_costs": "measured",
     "named_order": "named_orders",
     "plan": "planner",
@@ -92,6 +98,7 @@ __all__ = [
     "Transfer",
     "balance",
     "build_forward_only_schedule",
+    "build_order_schedule",
     "build_pipeline_schedule",
     "calculate_virtual_stages",
     "chrome_trace",
@@ -102,6 +109,7 @@ __all__ = [
     "dump_csv",
     "interleaved_1f1b_order",
     "load_csv",
+    "mark_shards",
     "measured_costs",
     "named_order",
     "plan",

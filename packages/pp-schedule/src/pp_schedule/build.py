@@ -1,13 +1,15 @@
 """From stages and a schedule name to a torch schedule that runs."""
 
-import logging
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING
 
-import torch
+from torch.nn.parallel import DistributedDataParallel
 
 from pp_schedule import torch_private
 from pp_schedule.gc_pause import gc_pause
+from pp_schedule.microbatch_loss import LossFunction, MicrobatchLoss
+from pp_schedule.named_orders import named_order
 from pp_schedule.names import ScheduleSpec, resolve_schedule
 from pp_schedule.orders import (
     Order,
@@ -17,13 +19,11 @@ from pp_schedule.orders import (
 )
 from pp_schedule.placement import stage_ids_this_rank
 from pp_schedule.schedule_csv import first_problems, load_csv
+from pp_schedule.set_up import keep_own_set_up
+from pp_schedule.split_backward import make_split_backward_exact
 
 if TYPE_CHECKING:
     from torch.distributed.pipelining import PipelineStage
-
-logger = logging.getLogger(__name__)
-
-LossFunction = Callable[..., torch.Tensor]
 
 
 def build_pipeline_schedule(
@@ -59,43 +59,46 @@ def build_pipeline_schedule(
     Raises:
         ValueError: Naming everything that is wrong with sizes, names, stages or the file.
     """
-    problems = _batch_problems(microbatch_size, local_batch_size)
-    if not stages:
-        problems.append("stages is empty: every pipeline rank runs at least one stage")
+    problems = []
     if not pipeline_parallel_schedule and not pipeline_parallel_schedule_csv:
         problems.append("give pipeline_parallel_schedule or pipeline_parallel_schedule_csv")
-    if problems:
-        raise ValueError("cannot build the schedule: " + "; ".join(problems))
-
-    num_microbatches = local_batch_size // microbatch_size
-    if scale_grads and loss_fn is not None:
-        loss_fn = _GradientShare(loss_fn, 1.0 / num_microbatches)
+    sizes = (microbatch_size, local_batch_size)
+    _refuse_sizes(*sizes, stages, problems)
     if pipeline_parallel_schedule_csv:
+        path = pipeline_parallel_schedule_csv
         with gc_pause():
-            return _from_csv(pipeline_parallel_schedule_csv, num_microbatches, stages, loss_fn)
-    assert pipeline_parallel_schedule
-    spec = resolve_schedule(pipeline_parallel_schedule)
-    first = stages[0]
-    problems = spec.check(first.group_size, first.num_stages, num_microbatches)
-    if not spec.takes(first.group_size, first.num_stages, num_microbatches):
-        problems.append(
-            f"(microbatches are local_batch_size / microbatch_size = {local_batch_size} / "
-            f"{microbatch_size})"
-        )
-    if not problems:
-        problems = _placement_problems(spec, stages)
-    if problems:
-        raise ValueError(
-            f"schedule {pipeline_parallel_schedule!r} cannot run here: " + "; ".join(problems)
-        )
-    if not spec.single_stage:
-        with gc_pause():
-            return torch_private.named_schedule(spec.cls, stages, num_microbatches, loss_fn)
-    # torch types its schedules' constructors differently; both take these names.
-    schedule_class: Callable[..., torch_private.Schedule] = spec.cls
-    return schedule_class(
-        stages[0], n_microbatches=num_microbatches, loss_fn=loss_fn, scale_grads=False
-    )
+            order = load_csv(path)
+        make = partial(_from_order, order, f"the schedule in {path}")
+    else:
+        assert pipeline_parallel_schedule
+        make = partial(_from_name, pipeline_parallel_schedule, *sizes)
+    return _make(make, *sizes, stages, loss_fn, scale_grads)
+
+
+def build_order_schedule(
+    order: Order,
+    microbatch_size: int,
+    local_batch_size: int,
+    stages: Sequence["PipelineStage"],
+    loss_fn: LossFunction | None,
+    scale_grads: bool = False,
+) -> torch_private.Schedule:
+    """Build a schedule that runs a given order, as `build_pipeline_schedule` does from a file.
+
+    Args:
+        order: The actions of every rank, the same on every rank.
+        microbatch_size: Rows per microbatch.
+        local_batch_size: Rows per step, a multiple of `microbatch_size`.
+        stages: This rank's stages.
+        loss_fn: See `build_pipeline_schedule`.
+        scale_grads: See `build_pipeline_schedule`.
+
+    Raises:
+        ValueError: Naming everything that is wrong with sizes, stages or the order.
+    """
+    _refuse_sizes(microbatch_size, local_batch_size, stages, [])
+    make = partial(_from_order, order, "the order")
+    return _make(make, microbatch_size, local_batch_size, stages, loss_fn, scale_grads)
 
 
 def schedule_order(schedule: torch_private.Schedule) -> Order:
@@ -108,32 +111,34 @@ def schedule_order(schedule: torch_private.Schedule) -> Order:
     return make(stage.num_stages, torch_private.num_microbatches_of(schedule))
 
 
-class _GradientShare:
-    """A loss whose value is unchanged and whose gradient is multiplied by `share`."""
-
-    def __init__(self, loss_fn: LossFunction, share: float) -> None:
-        self.loss_fn = loss_fn
-        self.share = share
-
-    def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        return scale_gradient(self.loss_fn(*args, **kwargs), self.share)
-
-
-class _ScaleGradient(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, value: torch.Tensor, share: float) -> torch.Tensor:
-        ctx.share = share
-        return value.clone()  # a view could not be detached later
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return gradients[0] * ctx.share, None
+def _make(
+    make: Callable[..., torch_private.Schedule],
+    microbatch_size: int,
+    local_batch_size: int,
+    stages: Sequence["PipelineStage"],
+    loss_fn: LossFunction | None,
+    scale_grads: bool,
+) -> torch_private.Schedule:
+    num_microbatches = local_batch_size // microbatch_size
+    if loss_fn is not None:
+        loss_fn = MicrobatchLoss(loss_fn, 1.0 / num_microbatches if scale_grads else 1.0)
+    with gc_pause():
+        schedule = make(num_microbatches, stages, loss_fn)
+    keep_own_set_up(schedule)
+    return schedule
 
 
-def scale_gradient(value: torch.Tensor, share: float) -> torch.Tensor:
-    """Return `value` such that the gradient that reaches its origin is multiplied by `share`."""
-    scaled: torch.Tensor = _ScaleGradient.apply(value, share)
-    return scaled
+def _refuse_sizes(
+    microbatch_size: int,
+    local_batch_size: int,
+    stages: Sequence["PipelineStage"],
+    problems: list[str],
+) -> None:
+    problems = _batch_problems(microbatch_size, local_batch_size) + problems
+    if not stages:
+        problems.append("stages is empty: every pipeline rank runs at least one stage")
+    if problems:
+        raise ValueError("cannot build the schedule: " + "; ".join(problems))
 
 
 def _batch_problems(microbatch_size: int, local_batch_size: int) -> list[str]:
@@ -155,6 +160,42 @@ def _batch_problems(microbatch_size: int, local_batch_size: int) -> list[str]:
     return problems
 
 
+def _from_name(
+    name: str,
+    microbatch_size: int,
+    local_batch_size: int,
+    num_microbatches: int,
+    stages: Sequence["PipelineStage"],
+    loss_fn: LossFunction | None,
+) -> torch_private.Schedule:
+    spec = resolve_schedule(name)
+    first = stages[0]
+    problems = spec.check(first.group_size, first.num_stages, num_microbatches)
+    if not spec.takes(first.group_size, first.num_stages, num_microbatches):
+        batch = "local_batch_size", local_batch_size
+        microbatch = "microbatch_size", microbatch_size
+        problems.append(spec.fitting_sizes(first.group_size, first.num_stages, batch, microbatch))
+    if not problems:
+        problems = _placement_problems(spec, stages)
+    if spec.name != "1f1b":
+        problems += _wrapper_problems(stages)
+    if problems:
+        raise ValueError(f"schedule {name!r} cannot run here: " + "; ".join(problems))
+    if spec.splits_backward:
+        for stage in stages:
+            make_split_backward_exact(stage)
+    if spec.name == "auto":
+        order = named_order(spec, first.group_size, first.num_stages, num_microbatches)
+        return torch_private.runtime_schedule(stages, num_microbatches, loss_fn, order)
+    if not spec.single_stage:
+        return torch_private.named_schedule(spec.cls, stages, num_microbatches, loss_fn)
+    # torch types its schedules' constructors differently; both take these names.
+    schedule_class: Callable[..., torch_private.Schedule] = spec.cls
+    return schedule_class(
+        stages[0], n_microbatches=num_microbatches, loss_fn=loss_fn, scale_grads=False
+    )
+
+
 def _placement_problems(spec: ScheduleSpec, stages: Sequence["PipelineStage"]) -> list[str]:
     first = stages[0]
     wanted = stage_ids_this_rank(first.group_rank, first.group_size, first.num_stages, spec.style)
@@ -168,13 +209,23 @@ def _placement_problems(spec: ScheduleSpec, stages: Sequence["PipelineStage"]) -
     ]
 
 
-def _from_csv(
-    path: str,
+def _wrapper_problems(stages: Sequence["PipelineStage"]) -> list[str]:
+    # torch (2.13 to 2.15) prepares the wrapper for one forward before each backward.
+    return [
+        f"stage {stage.stage_index} is wrapped in DistributedDataParallel, which takes the schedule "
+        "'1f1b' alone: use that, or fully_shard the stage instead"
+        for stage in stages
+        if isinstance(stage.submod, DistributedDataParallel)
+    ]
+
+
+def _from_order(
+    order: Order,
+    what: str,
     num_microbatches: int,
     stages: Sequence["PipelineStage"],
     loss_fn: LossFunction | None,
 ) -> torch_private.Schedule:
-    order = load_csv(path)
     first = stages[0]
     problems = []
     if len(order) != first.group_size:
@@ -194,6 +245,10 @@ def _from_csv(
             f"{num_microbatches}"
         )
     problems += validate_order(order, first.num_stages, num_microbatches)
+    problems += _wrapper_problems(stages)
     if problems:
-        raise ValueError(f"the schedule in {path} cannot run: {first_problems(problems)}")
+        raise ValueError(f"{what} cannot run: {first_problems(problems)}")
+    if any(action.kind == "I" for action in actions):
+        for stage in stages:
+            make_split_backward_exact(stage)
     return torch_private.runtime_schedule(stages, num_microbatches, loss_fn, order)

@@ -4,8 +4,9 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from pp_schedule import torch_private
-from pp_schedule.build import LossFunction
+from pp_schedule.microbatch_loss import LossFunction
 from pp_schedule.orders import breadth_first_order
+from pp_schedule.set_up import keep_own_set_up
 
 if TYPE_CHECKING:
     from torch.distributed.pipelining import PipelineStage
@@ -32,4 +33,5 @@ def build_forward_only_schedule(
     order = breadth_first_order(stage_ids, num_microbatches)
     schedule = torch_private.runtime_schedule(stages, num_microbatches, loss_fn, order)
     torch_private.keep_forwards_only(schedule)
+    keep_own_set_up(schedule)
     return schedule

@@ -47,6 +47,12 @@ def named_order(
         return one_f_one_b_order(num_stages, num_microbatches)
     if spec.name == "interleaved1f1b":
         return interleaved_1f1b_order(pp_size, num_stages // pp_size, num_microbatches)
+    if spec.name == "auto":
+        # On first use: the planner itself asks for the order of every other name.
+        auto_order: Callable[[int, int], Order] = import_module(
+            "pp_schedule.planner.auto"
+        ).auto_order
+        return auto_order(pp_size, num_microbatches)
     # The others are torch's own; on first use, as it imports torch.
     torch_private = import_module("pp_schedule.torch_private")
     order: Order = torch_private.order_of_class(

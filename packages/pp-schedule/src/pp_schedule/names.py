@@ -57,19 +57,19 @@ class ScheduleSpec:
         """Return what is wrong with the sizes for this schedule, as sentences."""
         problems = []
         per_rank = self.stages_per_rank
-        if num_stages < 1 or num_stages % pp_size:
-            problems.append(f"{num_stages} stages do not divide over pp_size={pp_size} ranks")
-        elif per_rank is not None and num_stages != per_rank * pp_size:
+        if per_rank is not None and num_stages != per_rank * pp_size:
             problems.append(
                 f"schedule {self.name!r} runs exactly {per_rank} stage{'s' * (per_rank > 1)} per "
                 f"rank: pp_size={pp_size} needs {per_rank * pp_size} stages, not {num_stages}"
             )
+        elif num_stages < 1 or num_stages % pp_size:
+            lower = max(0, num_stages - num_stages % pp_size)
+            near = f"{lower} or {lower + pp_size}" if lower else f"{pp_size}"
+            problems.append(
+                f"{num_stages} stages do not divide over pp_size={pp_size} ranks; nearest: {near}"
+            )
         if not self.takes(pp_size, num_stages, num_microbatches):
-            near = sorted(
-                (n for n in range(1, 4 * max(num_microbatches, 2 * num_stages))
-                 if self.takes(pp_size, num_stages, n)),
-                key=lambda n: (abs(n - num_microbatches), n),
-            )[:2]  # fmt: skip
+            near = _either(self.nearest_microbatches(pp_size, num_stages, num_microbatches))
             rule = {
                 "one per stage": f"at least one microbatch per stage ({num_stages})",
                 "two per rank": f"at least two microbatches per rank ({2 * pp_size})",
@@ -77,10 +77,48 @@ class ScheduleSpec:
                 "any": "at least one microbatch",
             }[self.microbatch_rule]
             problems.append(
-                f"schedule {self.name!r} needs {rule}, not {num_microbatches}; nearest: "
-                f"{' or '.join(map(str, sorted(near)))}"
+                f"schedule {self.name!r} needs {rule}, not {num_microbatches}; nearest: {near}"
             )
         return problems
+
+    def nearest_microbatches(
+        self, pp_size: int, num_stages: int, num_microbatches: int
+    ) -> list[int]:
+        """Return the two numbers of microbatches that the rule takes and that are nearest."""
+        fitting = (
+            n
+            for n in range(1, 4 * max(num_microbatches, 2 * num_stages))
+            if self.takes(pp_size, num_stages, n)
+        )
+        return sorted(sorted(fitting, key=lambda n: (abs(n - num_microbatches), n))[:2])
+
+    def fitting_sizes(
+        self, pp_size: int, num_stages: int, batch: tuple[str, int], microbatch: tuple[str, int]
+    ) -> str:
+        """Say, in the user's names, which batch or microbatch size would satisfy the rule.
+
+        Args:
+            pp_size: Number of ranks.
+            num_stages: Number of stages.
+            batch: What the user calls the rows per step, and how many there are.
+            microbatch: The same of the rows per microbatch, of which `batch` is a multiple.
+        """
+        (batch_name, rows), (name, per_microbatch) = batch, microbatch
+        near = self.nearest_microbatches(pp_size, num_stages, rows // per_microbatch)
+        advice = f"use {batch_name}={_either([n * per_microbatch for n in near])}"
+        divisors = [
+            n
+            for n in range(1, rows + 1)
+            if rows % n == 0 and self.takes(pp_size, num_stages, rows // n)
+        ]
+        if divisors:
+            advice += f", or {name}={min(divisors, key=lambda n: abs(n - per_microbatch))}"
+        made = f"{batch_name} / {name} = {rows} / {per_microbatch}"
+        return f"microbatches are {made}: {advice}"
+
+
+def _either(numbers: list[int]) -> str:
+    return " or ".join(map(str, numbers))
 
 
 _SPECS = {
@@ -102,6 +140,8 @@ _SPECS = {
         ),
         ScheduleSpec("zbvzerobubble", "ScheduleZBVZeroBubble", "v", 2, True, "any"),
         ScheduleSpec("dualpipev", "ScheduleDualPipeV", "v", 2, True, "two per rank"),
+        # Our own: what `pp_schedule.planner.auto_order` makes, on torch's runtime.
+        ScheduleSpec("auto", "_PipelineScheduleRuntime", "v", 2, True, "any"),
     )
 }
 
@@ -128,6 +168,7 @@ SCHEDULE_NAMES = (
     "v_schedule",
     "zbv_zero_bubble",
     "dualpipev",
+    "auto",
 )
 """The names to suggest; any case, and any use of `_` and `-`, is understood."""
 

@@ -30,9 +30,10 @@ def load_csv(path: str | Path) -> Order:
             communication, everything else that keeps it from running too.
     """
     try:
-        with open(path, newline="") as file:
+        # Spreadsheets begin a file with a mark of its encoding.
+        with open(path, newline="", encoding="utf-8-sig") as file:
             lines = [line for line in csv.reader(file) if line]  # an empty line is no rank
-    except csv.Error as error:
+    except (csv.Error, UnicodeDecodeError) as error:
         raise ValueError(f"{path} is no schedule: {error}") from error
     with gc_pause():
         rows, problems = _parse(lines)
@@ -63,7 +64,7 @@ def dump_csv(order: Order, path: str | Path, with_communication: bool = False) -
         torch_private = import_module("pp_schedule.torch_private")
         with gc_pause():
             rows = torch_private.order_as_program(order, num_microbatches)
-    with open(path, "w", newline="") as file:
+    with open(path, "w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file)
         for rank in sorted(rows):
             writer.writerow(["" if action is None else str(action) for action in rows[rank]])

@@ -3,6 +3,7 @@
 from pp_split_hf.all_or_none import AllOrNone
 from pp_split_hf.crossing import Crossing, Place, Slot
 from pp_split_hf.empty import init_empty_weights
+from pp_split_hf.fake_run import FakeModel, accepts, on_fake_tensors
 from pp_split_hf.hub import resolve_checkpoint
 from pp_split_hf.initialize import (
     allocate_stage_weights,
@@ -30,7 +31,7 @@ from pp_split_hf.support import (
     validate_hf_model_for_pipeline_support,
 )
 from pp_split_hf.ties import Tie, TiedParameters, find_ties
-from pp_split_hf.trace import ForwardTrace, accepts, main_output, trace_forward
+from pp_split_hf.trace import ForwardTrace, main_output, trace_forward
 
 __all__ = [
     "AllOrNone",
@@ -38,6 +39,7 @@ __all__ = [
     "CheckpointError",
     "CheckpointWeights",
     "Crossing",
+    "FakeModel",
     "ForwardTrace",
     "IdentityStandIn",
     "ModelLayout",
@@ -65,6 +67,7 @@ __all__ = [
     "load_stage_weights",
     "main_output",
     "move_stages",
+    "on_fake_tensors",
     "plan_stage_fqns",
     "resolve_checkpoint",
     "router_modules",

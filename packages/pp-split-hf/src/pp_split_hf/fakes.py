@@ -18,6 +18,10 @@ class EveryElementCounts(TorchFunctionMode):
     which tensor comes from which, and in which shape, is the same.
     """
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_selections = 0
+
     def __torch_function__(
         self,
         func: Any,
@@ -28,10 +32,10 @@ class EveryElementCounts(TorchFunctionMode):
         """Run one function of torch."""
         kwargs = kwargs or {}
         if func in (torch.nonzero, torch.Tensor.nonzero, torch.argwhere, torch.Tensor.argwhere):
-            indices = _all_indices(args[0])
+            indices = self._all_indices(args[0])
             return indices if kwargs.get("as_tuple") else _marked(torch.stack(indices, dim=-1))
         if func is torch.where and len(args) + len(kwargs) == 1:
-            return _all_indices(args[0])
+            return self._all_indices(args[0])
         if args and hasattr(args[0], _INDEX):
             if func is torch.Tensor.item:
                 return 0
@@ -43,9 +47,20 @@ class EveryElementCounts(TorchFunctionMode):
         if func is torch.Tensor.__getitem__:
             index = args[1] if isinstance(args[1], tuple) else (args[1],)
             if any(_is_mask(each) for each in index):
-                spread = tuple(i for each in index for i in _without_mask(each))
+                spread = tuple(i for each in index for i in self._without_mask(each))
                 return func(args[0], spread, **kwargs)
         return func(*args, **kwargs)
+
+    def _without_mask(self, index: Any) -> tuple[Any, ...]:
+        return self._all_indices(index) if _is_mask(index) else (index,)
+
+    def _all_indices(self, tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        self.num_selections += 1
+        size = tensor.numel()
+        return tuple(
+            _marked(torch.zeros(size, dtype=torch.long, device=tensor.device))
+            for _ in range(tensor.ndim)
+        )
 
 
 def _marked(tensor: torch.Tensor) -> torch.Tensor:
@@ -58,37 +73,29 @@ def _is_mask(index: Any) -> bool:
     return isinstance(index, torch.Tensor) and index.dtype == torch.bool
 
 
-def _without_mask(index: Any) -> tuple[Any, ...]:
-    return _all_indices(index) if _is_mask(index) else (index,)
-
-
-def _all_indices(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    size = tensor.numel()
-    return tuple(
-        _marked(torch.zeros(size, dtype=torch.long, device=tensor.device))
-        for _ in range(tensor.ndim)
-    )
-
-
 @contextmanager
-def as_if_for_tracing(model: nn.Module) -> Iterator[None]:
+def as_if_for_tracing(model: nn.Module, experts: str) -> Iterator[None]:
     """Have a model run what tells its dataflow: no recomputation, no data-dependent kernels.
 
     The caller puts module attributes back; config entries are put back here.
+
+    Args:
+        model: A Hugging Face model.
+        experts: Transformers' formula for mixtures of experts: "batched_mm", or "grouped_mm",
+            which copies no weights; others depend on the data.
     """
     for module in model.modules():
         if vars(module).get("gradient_checkpointing"):
             vars(module)["gradient_checkpointing"] = False
-    # The one formula for mixtures of experts that does not depend on the data.
     name = "_experts_implementation"
     configs = [
         config
         for config in _configs(getattr(model, "config", None))
-        if getattr(config, name, None) not in (None, "batched_mm")
+        if getattr(config, name, None) not in (None, experts)
     ]
     before = [getattr(config, name) for config in configs]
     for config in configs:
-        setattr(config, name, "batched_mm")
+        setattr(config, name, experts)
     try:
         yield
     finally:

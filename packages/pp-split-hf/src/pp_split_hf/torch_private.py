@@ -53,6 +53,12 @@ def set_parameter(module: nn.Module, name: str, parameter: nn.Parameter | None) 
     module._parameters[name] = parameter
 
 
+def module_state(module: nn.Module) -> dict[str, Any]:
+    """Return a module's attributes, with what is registered now and not later."""
+    registries = ("_parameters", "_buffers", "_modules")
+    return {k: dict(v) if k in registries else v for k, v in vars(module).items()}
+
+
 def next_sequence_number() -> int:
     """Return the number that the next node of the autograd graph gets in this thread."""
     return int(torch._C._autograd._get_sequence_nr())

@@ -1,17 +1,14 @@
 """One forward on fake tensors: what a model runs, in which order, and what crosses where."""
 
-import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import nn
-from torch.func import functional_call
 
 from pp_split_hf.crossing import Crossing, Cut
-from pp_split_hf.dtypes import cast_dtypes
-from pp_split_hf.fakes import EveryElementCounts, as_if_for_tracing
+from pp_split_hf.fake_run import on_fake_tensors
 from pp_split_hf.flow import Call, Flow, Path, leaves_of
 from pp_split_hf.shapes import (
     BATCH,
@@ -22,7 +19,7 @@ from pp_split_hf.shapes import (
     shape_of,
     tensors_in,
 )
-from pp_split_hf.torch_private import fake_tensors, next_sequence_number
+from pp_split_hf.torch_private import next_sequence_number
 
 
 @dataclass(frozen=True)
@@ -78,14 +75,6 @@ def trace_forward(
     return _with_shapes(result, None)
 
 
-def accepts(forward: Callable[..., Any], keyword: str) -> bool:
-    """Return whether a forward takes a keyword argument of that name."""
-    parameters = inspect.signature(forward).parameters
-    return keyword in parameters or any(
-        p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()
-    )
-
-
 def _record(
     model: nn.Module,
     layers: Sequence[str],
@@ -99,37 +88,14 @@ def _record(
         module = model.get_submodule(fqn)
         handles.append(module.register_forward_pre_hook(recorder.enter(fqn), with_kwargs=True))
         handles.append(module.register_forward_hook(recorder.leave(fqn), with_kwargs=True))
-    before = [(module, dict(vars(module))) for module in model.modules()]
-    dtypes = {name: cast for name, _, cast in cast_dtypes(model, dtype)}
     try:
         # With gradients: what depends on weights tells itself by requiring one.
-        with torch.enable_grad(), as_if_for_tracing(model), fake_tensors(), EveryElementCounts():
-            tensors = {
-                name: torch.empty(buffer.shape, dtype=buffer.dtype, device="cpu")
-                for name, buffer in model.named_buffers()
-            }
-            for name, parameter in model.named_parameters():
-                tensors[name] = torch.empty(
-                    parameter.shape,
-                    dtype=dtypes[name],
-                    requires_grad=parameter.is_floating_point(),
-                )
-            recorder.parameters = {id(tensor): name for name, tensor in tensors.items()}
-            ids = torch.zeros((BATCH, length), dtype=torch.long)
-            kwargs = {"use_cache": False} if accepts(model.forward, "use_cache") else {}
-            recorder.finish(functional_call(model, tensors, (), {"input_ids": ids, **kwargs}))
-    except Exception as error:
-        said = str(error).strip().partition("\n")[0]  # torch adds pages of advice
-        raise RuntimeError(
-            f"cannot follow the forward of {type(model).__name__} on fake tensors: "
-            f"{type(error).__name__}: {said}"
-        ) from error
+        with on_fake_tensors(model, dtype) as fake:
+            recorder.parameters = {id(tensor): name for name, tensor in fake.tensors.items()}
+            recorder.finish(fake.run(BATCH, length))
     finally:
         for handle in handles:
             handle.remove()
-        for module, attributes in before:  # a model may keep tensors of its last forward
-            vars(module).clear()
-            vars(module).update(attributes)
     return recorder
 
 

@@ -1,4 +1,4 @@
-"""Every name inside Transformers that reading and writing weights relies on, read against 5.24.0.
+"""Every name inside Transformers that this package relies on, read against 5.24.0.
 
 `from_pretrained` and `save_pretrained` translate between a checkpoint's names and tensors and the
 model's own: experts stored one by one, renamed keys, fused projections. The translation is a list
@@ -6,13 +6,16 @@ of transforms per architecture; here is how it is asked for and used.
 """
 
 import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from copy import deepcopy
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel, masking_utils
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
     Concatenate,
@@ -25,6 +28,7 @@ from transformers.core_model_loading import (
     revert_weight_conversion,
 )
 from transformers.dynamic_module_utils import custom_object_save
+from transformers.integrations import moe
 
 natural_order = dot_natural_key
 
@@ -174,6 +178,32 @@ def copy_custom_code(skeleton: PreTrainedModel, folder: Path, config: Pretrained
     """Put the files that define a model of remote code beside its weights."""
     if skeleton.is_remote_code():
         custom_object_save(skeleton, folder, config=config)  # type: ignore[arg-type]
+
+
+@contextmanager
+def shapes_of_training() -> Iterator[None]:
+    """Have what runs on fake tensors be of the shapes that it has in training.
+
+    Whether a row holds several texts is told by the values of its positions: here it holds one, so
+    that no mask is made where training makes none. Rows that are multiplied in groups, each with
+    its expert's matrix, are multiplied with one expert's: that has the same shapes, in every dtype.
+    """
+
+    def one_expert(rows: torch.Tensor, weight: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
+        return rows.to(weight.dtype) @ weight[0]
+
+    changes: tuple[tuple[ModuleType, str, Callable[..., Any]], ...] = (
+        (masking_utils, "find_packed_sequence_indices", lambda position_ids: None),
+        (moe, "_grouped_mm", one_expert),
+    )
+    before = [getattr(module, name) for module, name, _ in changes]
+    for module, name, ours in changes:
+        setattr(module, name, ours)
+    try:
+        yield
+    finally:
+        for (module, name, _), theirs in zip(changes, before, strict=True):
+            setattr(module, name, theirs)
 
 
 def _any_of(patterns: set[str]) -> re.Pattern[str] | None:

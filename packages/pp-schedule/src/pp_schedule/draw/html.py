@@ -1,6 +1,7 @@
 """A timeline as one HTML file, which needs no network and no library."""
 
 import json
+import re
 from html import escape
 from importlib.resources import files
 from pathlib import Path
@@ -51,10 +52,11 @@ def draw_html(
         },
         "timelines": [_data(name, timeline, kinds) for name, timeline in timelines.items()],
     }
-    # A title may hold what ends a script; in JSON a slash may be written with a backslash.
-    text = json.dumps(data, separators=(",", ":")).replace("</", "<\\/")
+    # A title may hold what begins or ends a script; JSON can be written without that sign.
+    text = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
     page = files("pp_schedule.draw").joinpath("page.html").read_text(encoding="utf-8")
-    page = page.replace("{{title}}", escape(title)).replace("{{data}}", text)
+    parts = {"{{title}}": escape(title), "{{data}}": text}
+    page = re.sub("|".join(parts), lambda match: parts[match[0]], page)
     Path(path).write_text(page, encoding="utf-8")
 
 

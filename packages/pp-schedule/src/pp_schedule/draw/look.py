@@ -14,11 +14,13 @@ def timeline_of(shown: Order | Timeline, costs: StageCosts | None = None) -> Tim
     """Return a timeline as it is, and that of an order as the simulator makes it.
 
     Raises:
-        ValueError: If there is no action in it.
+        ValueError: If there is no action in it, or none that takes any time.
     """
     timeline = shown if isinstance(shown, Timeline) else simulate(shown, costs)
     if not timeline.spans:
         raise ValueError("there is nothing to draw: the timeline has no actions")
+    if not timeline.makespan > 0:
+        raise ValueError("there is nothing to draw: no action takes any time")
     return timeline
 
 

@@ -13,6 +13,7 @@ from pp_schedule.planner.advice import advice, reason_against
 from pp_schedule.planner.judge import Candidate, judge
 from pp_schedule.planner.report import report
 from pp_schedule.planner.search import OWN, Draft, Search
+from pp_schedule.planner.splits import placements
 from pp_schedule.schedule_csv import dump_csv
 
 _GAIN = 0.03  # by which an order without a name must be faster than all that have one
@@ -165,7 +166,7 @@ def _trials(
             pp_size,
             num_microbatches or (batch_size or 0) // size,
             memory_limit,
-            max_stages_per_rank,
+            placements(pp_size, len(of_size.layers), max_stages_per_rank),
             effort,
         )
         for size, of_size in sizes.items()

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from itertools import product
 
 from pp_schedule.balancing import even_counts
@@ -13,7 +12,7 @@ from pp_schedule.orders import Order
 from pp_schedule.planner.bound import lower_bound
 from pp_schedule.planner.list_schedule import Preference, Rules, list_schedule, refit
 from pp_schedule.planner.polish import polish
-from pp_schedule.planner.splits import Placement, lighten, memory_needs, placements, splits
+from pp_schedule.planner.splits import Placement, lighten, memory_needs, splits
 from pp_schedule.simulator import step_time
 from pp_schedule.stage_costs import StageCosts
 
@@ -55,14 +54,10 @@ class Search:
     num_microbatches: int
     memory_limit: float
     """Bytes per rank."""
-    max_stages_per_rank: int
+    placements: Sequence[Placement]
+    """The placements that are tried."""
     effort: float
     """1 by default; half of it looks at half as much."""
-
-    @cached_property
-    def placements(self) -> list[Placement]:
-        """The placements that are tried."""
-        return placements(self.pp_size, len(self.costs.layers), self.max_stages_per_rank)
 
     def named(self) -> list[Draft]:
         """Every order that has a name with every split, and with splits that its memory allows."""
@@ -215,7 +210,7 @@ class Search:
 
 
 def _specs() -> list[ScheduleSpec]:
-    return list(dict.fromkeys(resolve_schedule(name) for name in SCHEDULE_NAMES))
+    return list(dict.fromkeys(resolve_schedule(n) for n in SCHEDULE_NAMES if n != "auto"))
 
 
 def _runs(spec: ScheduleSpec, placement: Placement, num_microbatches: int) -> bool:
