@@ -3,12 +3,9 @@
 import difflib
 from dataclasses import dataclass
 from importlib import import_module
-from typing import TYPE_CHECKING, Literal
+from typing import Any, Literal
 
 from pp_schedule.placement import PlacementStyle
-
-if TYPE_CHECKING:
-    from pp_schedule.torch_private import Schedule
 
 MicrobatchRule = Literal["any", "one per stage", "two per rank", "whole rounds"]
 
@@ -32,10 +29,10 @@ class ScheduleSpec:
     n microbatches in max(1, n // pp_size) rounds, rounds of equal length."""
 
     @property
-    def cls(self) -> "type[Schedule]":
-        """The torch class."""
+    def cls(self) -> type[Any]:
+        """The torch class; torch is imported for it."""
         schedules = import_module("torch.distributed.pipelining.schedules")
-        schedule_class: type[Schedule] = getattr(schedules, self.class_name)
+        schedule_class: type[Any] = getattr(schedules, self.class_name)
         return schedule_class
 
     @property
