@@ -2,18 +2,19 @@ import os
 import subprocess
 import sys
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
+import pp_schedule
 from pp_schedule import (
     SCHEDULE_NAMES,
     Costs,
     LayerCosts,
     load_csv,
     named_order,
-    plan,
     resolve_schedule,
     simulate,
     validate_order,
@@ -21,6 +22,7 @@ from pp_schedule import (
 from pp_schedule.balancing import even_counts
 from pp_schedule.planner.splits import placements, splits
 
+plan = partial(pp_schedule.plan, effort=0.1)
 H100 = 4e14  # FLOPs per second that a large product reaches
 
 
@@ -97,7 +99,7 @@ def test_in_the_memory_of_1f1b_it_is_faster(
 ) -> None:
     costs = model.costs()
     time, memory = even_1f1b(costs, pp_size, m)
-    found = plan(costs, pp_size, m, memory_limit=memory, effort=0.3)
+    found = plan(costs, pp_size, m, memory_limit=memory)
     assert found.best.fits
     assert time / found.best.step_time >= speed_up
     assert found.best.step_time <= 1.08 * found.best.lower_bound
@@ -116,7 +118,7 @@ def test_it_comes_near_to_what_is_possible(pp_size: int, memory: float, gap: flo
     )
     m = 4 * pp_size
     _, needed = even_1f1b(costs, pp_size, m)
-    found = plan(costs, pp_size, m, memory_limit=memory * needed, effort=0.3)
+    found = plan(costs, pp_size, m, memory_limit=memory * needed)
     fastest = min((c for c in found.candidates if c.fits), key=lambda c: c.step_time)
     assert fastest.step_time <= gap * fastest.lower_bound
     assert found.best.expected_time <= 1.031 * min(
@@ -124,8 +126,8 @@ def test_it_comes_near_to_what_is_possible(pp_size: int, memory: float, gap: flo
     )
 
 
-@pytest.mark.parametrize("memory", [0.8, 1.0, 3.0])
-@pytest.mark.parametrize(("pp_size", "m"), [(1, 2), (2, 3), (3, 6), (4, 8)])
+@pytest.mark.parametrize("memory", [0.8, 1.5])
+@pytest.mark.parametrize(("pp_size", "m"), [(1, 2), (2, 3), (4, 8)])
 def test_it_is_never_worse_than_the_best_named_schedule(
     pp_size: int, m: int, memory: float
 ) -> None:
@@ -142,7 +144,7 @@ def test_it_is_never_worse_than_the_best_named_schedule(
                 timeline = simulate(order, SMALL.for_stages(counts))
                 if max(timeline.peak_memory) <= limit:
                     times.append(timeline.makespan)
-    found = plan(SMALL, pp_size, m, memory_limit=limit, jitter=0.0, effort=0.2)
+    found = plan(SMALL, pp_size, m, memory_limit=limit, jitter=0.0)
     if times:
         assert found.best.fits
         assert found.best.step_time <= min(times) * (1 + 1e-9)
@@ -183,19 +185,20 @@ def test_an_order_without_a_name_must_gain_3_percent() -> None:
 def test_the_order_runs_and_its_file_is_the_same_in_every_process(tmp_path: Path) -> None:
     _, needed = even_1f1b(SMALL, 4, 8)
     SMALL.to_json(tmp_path / "costs.json")
+    limit = 0.7 * needed
+    plan(SMALL, 4, 8, memory_limit=limit).dump_csv(tmp_path / "1.csv")
     program = (
         "import sys; from pp_schedule import Costs, plan\n"
-        "plan(Costs.from_json(sys.argv[1]), 4, 8, memory_limit=float(sys.argv[2]), effort=0.2)"
-        ".dump_csv(sys.argv[3])"
+        "costs = Costs.from_json(sys.argv[1])\n"
+        "found = plan(costs, 4, 8, memory_limit=float(sys.argv[2]), effort=0.1)\n"
+        "found.dump_csv(sys.argv[3])"
     )
-    for seed in "12":
-        subprocess.run(
-            [sys.executable, "-c", program, tmp_path / "costs.json", str(0.7 * needed),
-             tmp_path / f"{seed}.csv"],
-            env={**os.environ, "PYTHONHASHSEED": seed},
-            check=True,
-            timeout=120,
-        )  # fmt: skip
+    subprocess.run(
+        [sys.executable, "-c", program, tmp_path / "costs.json", str(limit), tmp_path / "2.csv"],
+        env={**os.environ, "PYTHONHASHSEED": "2"},
+        check=True,
+        timeout=120,
+    )
     assert (tmp_path / "1.csv").read_bytes() == (tmp_path / "2.csv").read_bytes()
     order = load_csv(tmp_path / "1.csv")
     num_stages = 1 + max(a.stage_index for row in order.values() for a in row if a)
@@ -220,7 +223,7 @@ def test_a_head_that_is_too_large_for_any_split_is_named() -> None:
     found = plan(QWEN_0_5B.costs(), 8, 16)
     assert any("vocabulary-parallel head" in sentence for sentence in found.advice)
     assert any("fewer ranks would help" in sentence for sentence in found.advice)
-    assert not plan(LLAMA_70B.costs(), 4, 16, effort=0.2).advice
+    assert not plan(LLAMA_70B.costs(), 4, 16).advice
 
 
 def test_few_microbatches_are_named() -> None:

@@ -133,7 +133,10 @@ def schedule_problems(
 ) -> list[str]:
     """Return what keeps a named schedule from running these stages and microbatches."""
     num_microbatches = config.num_microbatches
-    problems = spec.check(pp_size, num_stages, num_microbatches)
+    problems = [
+        f"pp_schedule={config.pp_schedule!r}: {problem}"
+        for problem in spec.check(pp_size, num_stages, num_microbatches)
+    ]
     if problems and config.module_fqns_per_model_part is not None:
         problems.append(f"module_fqns_per_model_part lists {num_stages} stages")
     elif problems and config.layers_per_stage is not None:
@@ -144,6 +147,4 @@ def schedule_problems(
         sizes = spec.fitting_sizes(pp_size, num_stages, batch, microbatch)
         default = " (pp_batch_size is 1 unless given)" if config.pp_batch_size == 1 else ""
         problems.append(sizes + default)
-    if problems:
-        problems.insert(0, f"pp_schedule={config.pp_schedule!r} cannot run here")
     return problems

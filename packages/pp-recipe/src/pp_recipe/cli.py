@@ -125,6 +125,9 @@ def verify(**values: Any) -> None:
 @click.option("--bandwidth", type=float, help="GB/s to the next rank.  [default: the GPU's]")
 @click.option("--latency", default=20.0, help="Microseconds of a message besides its bytes.")
 @click.option("--overhead", default=100.0, help="Microseconds of an action besides its work.")
+@click.option(
+    "--split-factor", default=1.1, help="Time of a backward in two halves over a whole one's."
+)
 @click.option("--dtype", default="bfloat16", help="Dtype of parameters.")
 @click.option(
     "--optimizer-bytes",

@@ -48,6 +48,8 @@ class PlanOptions:
     """Microseconds of a message besides its bytes."""
     overhead: float = 100.0
     """Microseconds of every action besides its work."""
+    split_factor: float = 1.1
+    """Time of a backward in two halves over that of a whole one."""
     dtype: str = "bfloat16"
     """Dtype of parameters."""
     optimizer_bytes: float | None = None
@@ -130,6 +132,7 @@ def _memory(options: PlanOptions) -> float:
             ("--efficiency", options.efficiency),
             ("--flops", options.flops),
             ("--bandwidth", options.bandwidth),
+            ("--split-factor", options.split_factor),
         )
         if value is not None and not value > 0
     ]
@@ -182,6 +185,7 @@ def _costs(
         seconds,
         latency=options.latency * 1e-6,
         overhead=options.overhead * 1e-6,
+        split_factor=options.split_factor,
         bandwidth=bandwidth or float("inf"),
     )
 
