@@ -99,3 +99,54 @@ def test_gradients_accumulate(
         assert run[1] == pytest.approx(norm, rel=1e-9)
     for name, gradient in gradients.items():
         torch.testing.assert_close(got[name], gradient, rtol=1e-9, atol=1e-12)
+
+
+TIED = {"tie_word_embeddings": True}
+
+
+def train_tied(schedule: str, counts: tuple[int, ...]) -> tuple[list[Any], dict[str, Any]]:
+    """Per step the loss and the norm; and the weights after three steps."""
+    model = tiny_model("llama", 4, **TIED)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+    plan = plan_stage_fqns(find_layout(model), counts)
+    ap = AutoPipeline(
+        mesh,
+        pp_schedule=schedule,
+        pp_microbatch_size=2,
+        pp_batch_size=8,
+        module_fqns_per_model_part=plan,
+    ).build(model, loss_fn=token_mean, parallelize_fn=partial(shard, reshard=False))
+    optimizer = torch.optim.SGD(ap.parameters(), lr=0.1)
+    seen = []
+    for batch in BATCHES[:3]:
+        loss = ap.step(**batch).loss
+        norm = clip_grad_norm(MAX_NORM, ap.parts, device_mesh=mesh)
+        optimizer.step()
+        optimizer.zero_grad()
+        seen.append((loss.item(), norm.item()))
+    named = [x for part in ap.parts for x in part.named_parameters(remove_duplicate=False)]
+    return seen, {name: whole(p).detach() for name, p in named}
+
+
+@pytest.mark.parametrize(
+    ("schedule", "counts"),
+    [("1f1b", (2, 2)), ("zero_bubble", (1, 1, 1, 1)), ("v_schedule", (1, 1, 1, 1))],
+)
+def test_tied_weights(ranks: RankPool, schedule: str, counts: tuple[int, ...]) -> None:
+    model = tiny_model("llama", 4, **TIED)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    wanted = []
+    for batch in BATCHES[:3]:
+        inputs = dict(batch)
+        target = inputs.pop("target")
+        loss = token_mean(model(**inputs, use_cache=False).logits, target)
+        loss.backward()
+        norm = nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
+        optimizer.step()
+        optimizer.zero_grad()
+        wanted.append(pytest.approx((loss.item(), norm.item()), rel=1e-9))
+    weights = dict(model.named_parameters(remove_duplicate=False))
+    for seen, found in ranks.run(4, train_tied, schedule, counts):
+        assert seen == wanted
+        for name, weight in found.items():
+            torch.testing.assert_close(weight, weights[name].detach(), rtol=1e-8, atol=1e-10)

@@ -125,7 +125,7 @@ def _parameters(parts: Iterable[nn.Module]) -> "dict[nn.Parameter, DeviceMesh | 
     for part in parts:
         found |= dict.fromkeys(part.parameters())
         for module in part.modules():
-            if (mesh := getattr(module, _SHARD_MESH, None)) is not None:
+            if (mesh := vars(module).get(_SHARD_MESH)) is not None:
                 found |= dict.fromkeys(module.parameters(), mesh)
     return found
 

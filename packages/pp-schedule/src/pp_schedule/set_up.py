@@ -6,7 +6,7 @@ evaluation by another schedule gives wrong gradients, without an error (2.13 to 
 it readies stages it drops the gradients that FSDP modules have accumulated.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -26,7 +26,7 @@ def keep_own_set_up(schedule: torch_private.Schedule) -> None:
     """
     ready = getattr(schedule, torch_private.SET_UP)
     me = object()
-    known: dict[bool, list[Any]] = {}
+    known: dict[tuple[bool, int], Any] = {}
 
     def run(
         stages: Sequence[PipelineStage],
@@ -43,10 +43,16 @@ def keep_own_set_up(schedule: torch_private.Schedule) -> None:
             return forward, backward
         if not forward:
             known.clear()  # the first call; or somebody has set other shapes
-        with _as_it_was(stages), _described(stages, known.get(wanted)):
+        found = {
+            stage: known[key]
+            for stage in stages
+            if (key := (wanted, int(stage.stage_index))) in known
+            and not torch_private.is_described(stage, wanted)
+        }
+        with _as_it_was(stages), _described(found):
             done: tuple[bool, bool] = ready(stages, args, kwargs, target, False, False, **others)
-        known[wanted] = [torch_private.set_up_description(stage) for stage in stages]
         for stage in stages:
+            known[wanted, int(stage.stage_index)] = torch_private.set_up_description(stage)
             vars(stage)[_SET_UP_BY] = me
         return done
 
@@ -71,14 +77,14 @@ def _as_it_was(stages: Sequence[PipelineStage]) -> Iterator[None]:
 
 
 @contextmanager
-def _described(stages: Sequence[PipelineStage], descriptions: list[Any] | None) -> Iterator[None]:
-    if descriptions is None:
-        yield
-        return
-    pairs = list(zip(stages, descriptions, strict=True))
-    given = [torch_private.swap_description(stage, known) for stage, known in pairs]
+def _described(descriptions: Mapping[PipelineStage, Any]) -> Iterator[None]:
+    """Have stages be set up as they were described."""
+    given = {
+        stage: torch_private.swap_description(stage, description)
+        for stage, description in descriptions.items()
+    }
     try:
         yield
     finally:
-        for stage, before in zip(stages, given, strict=True):
+        for stage, before in given.items():
             torch_private.swap_description(stage, before)

@@ -32,8 +32,8 @@ def set_stage_shapes(
 def use_stage_shapes(schedule: torch_private.Schedule) -> None:
     """Make a schedule take up its stages' shapes at its next call.
 
-    To be called on every rank after `set_stage_shapes`, and when another schedule has used the
-    same stages in between.
+    To be called on every rank after `set_stage_shapes`, for the schedule that used the stages last.
+    Others that share them see the new shapes when it is their turn.
     """
     torch_private.forget_metadata(schedule)
 

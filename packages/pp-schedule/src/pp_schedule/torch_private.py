@@ -13,7 +13,11 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.pipelining import PipelineStage
-from torch.distributed.pipelining._utils import _StageMeta, extract_tensor_metas
+from torch.distributed.pipelining._utils import (
+    InferenceMode,
+    _StageMeta,
+    extract_tensor_metas,
+)
 from torch.distributed.pipelining.microbatch import TensorChunkSpec, _Replicate
 from torch.distributed.pipelining.schedules import (
     PipelineScheduleMulti,
@@ -246,6 +250,11 @@ def set_keyword_chunks(schedule: Schedule, dims: Mapping[str, int | None]) -> No
 def has_backward(schedule: Schedule) -> bool:
     """Whether the schedule's next call runs backwards."""
     return bool(schedule._has_backward)
+
+
+def is_described(stage: PipelineStage, backward: bool) -> bool:
+    """Whether the user has said what enters and leaves a stage, so that no trial forward is run."""
+    return not InferenceMode.needs_dynamic(stage._user_meta, backward)
 
 
 def set_up_description(stage: PipelineStage) -> Any:
