@@ -1,10 +1,12 @@
 """AutoPipeline on two ranks: what a step means, evaluation, lengths, options, errors."""
 
 import gc
+import logging
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from batches import make_batch
 from harness import RankPool
 from oracle import Case, build, compare, run_rank, run_whole, token_mean, token_sum
@@ -14,6 +16,7 @@ from transformers import LlamaForCausalLM
 from transformers.masking_utils import create_causal_mask
 
 from pp_autopipeline import AutoPipeline, PipelineConfig, clip_grad_norm, pipeline_model
+from pp_bufferpool.torch_private import PREALLOCATES
 from pp_split_hf import find_layout, init_empty_weights, plan_stage_fqns
 
 # torch before 2.15 keeps a receive buffer per microbatch for ever; there the pool is what helps.
@@ -282,6 +285,44 @@ def test_steps_leave_nothing_behind(ranks: RankPool, pool: bool) -> None:
 def test_options_change_no_number(ranks: RankPool, options: dict[str, Any]) -> None:
     case = Case("llama", "1f1b", (2, 1), "uneven", options=options)
     compare(run_whole(case), ranks.run(2, run_rank, case), rtol=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "layer_counts"),
+    [
+        ("gpipe", (1, 2)),
+        ("interleaved_1f1b", (2, 0, 1, 0)),
+        ("zero_bubble", (1, 1, 1, 0)),
+        ("v_schedule", (1, 1, 1, 0)),
+    ],
+)
+def test_a_pool_changes_no_number(
+    ranks: RankPool, schedule: str, layer_counts: tuple[int, ...]
+) -> None:
+    options = {"pp_recv_buffer_pool": True, "pp_recv_buffer_pool_slack": 0}
+    case = Case("llama", schedule, layer_counts, "uneven", options=options)
+    compare(run_whole(case), ranks.run(2, run_rank, case), rtol=1e-9)
+
+
+def pool_warnings(slack: int) -> list[str]:
+    messages: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("pp_autopipeline.receive_pool").addHandler(handler)
+    options = {"pp_recv_buffer_pool": True, "pp_recv_buffer_pool_slack": slack}
+    build(Case("llama", "1f1b", (2, 1) if dist.get_world_size() == 2 else (3,), options=options))
+    return messages
+
+
+def test_a_pool_that_saves_nothing_says_so_once(ranks: RankPool) -> None:
+    first, second = ranks.run(2, pool_warnings, 0)
+    assert (len(first), second) == (0 if PREALLOCATES else 1, [])
+    first, second = ranks.run(2, pool_warnings, 100)
+    assert len(first) == 1
+    assert "saves no memory here: with pp_recv_buffer_pool_slack=100" in first[0]
+    assert second == []
+    ((message,),) = ranks.run(1, pool_warnings, 2)
+    assert "no effect" in message
 
 
 def checkpointed(case: Case) -> tuple[list[float], dict[str, torch.Tensor]]:

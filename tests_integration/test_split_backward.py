@@ -31,11 +31,14 @@ class Part(nn.Module):
         self.is_cut = kind == "detached" and index == num_stages - 1
         self.is_last = index == num_stages - 1
         self.sends_two = kind == "branch"
+        self.sends_a_view = kind == "view"
 
     def forward(self, x: torch.Tensor, y: torch.Tensor | None = None) -> torch.Tensor:
         x = x.detach() if self.is_cut else x
         x = self.second(torch.tanh(self.first(x))) + self.bias + self.other
         x = x if y is None else x + y
+        if self.sends_a_view:
+            return x.view_as(x)
         # The second output depends on no input.
         return (x, self.bias * x.new_ones(len(x), 1)) if self.sends_two and not self.is_last else x
 
@@ -53,6 +56,7 @@ KINDS = {
     "all but one bias": lambda stage, name, last: (stage, name) != (last, "bias"),
     "detached": lambda stage, name, last: False,
     "branch": lambda stage, name, last: False,
+    "view": lambda stage, name, last: False,
 }
 
 

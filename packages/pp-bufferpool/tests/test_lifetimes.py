@@ -3,11 +3,13 @@
 import random
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable
 
 import pytest
 
 from pp_bufferpool import Lifetime, Slots, assign_slots, max_overlap, recv_lifetimes
+from pp_bufferpool.lifetimes import Runtime
+from pp_schedule import named_order, resolve_schedule
 from pp_schedule.orders import (
     Action,
     Order,
@@ -50,43 +52,59 @@ def overlap_by_counting(lifetimes: list[Lifetime]) -> int:
     )
 
 
-def counts(order: Order, rank: int, slack: int, copied: bool = False) -> Mapping[object, int]:
-    return dict(assign_slots(recv_lifetimes(order, rank, copied), slack).counts)
+def count(order: Order, rank: int, slack: int, runtime: Runtime = "multi") -> int:
+    return len(assign_slots(recv_lifetimes(order, rank, runtime), slack).sizes)
 
 
 @pytest.mark.parametrize("num_microbatches", [4, 8, 64])
 @pytest.mark.parametrize("slack", [0, 2])
 def test_1f1b_needs_no_more_than_the_stages_ahead(num_microbatches: int, slack: int) -> None:
     order = one_f_one_b_order(4, num_microbatches)
-    for stage in range(4):
-        found = counts(order, stage, slack)
-        expected = {}
-        if stage > 0:
-            expected[stage, "forward"] = min(4 - stage + slack, num_microbatches)
-        if stage < 3:
-            expected[stage, "backward"] = min(1 + slack, num_microbatches)
-        assert found == expected
+    most = [1, 4, 3, 1]  # activations of the stages ahead, and one gradient
+    found = [count(order, rank, slack, "1f1b") for rank in range(4)]
+    receives = [num_microbatches * sides for sides in (1, 2, 2, 1)]
+    assert found == [min(n + slack, limit) for n, limit in zip(most, receives, strict=True)]
+    sides = {(1, "forward"): 10, (1, "backward"): 11}
+    apart = assign_slots(recv_lifetimes(order, 1, "1f1b"), slack, sides).sizes
+    assert list(apart).count(10) == min(3 + slack, num_microbatches)
+    assert list(apart).count(11) == min(1 + slack, num_microbatches)
 
 
-@pytest.mark.parametrize("make", [one_f_one_b_order, gpipe_order])
-def test_with_copies_one_slot_serves_all(make: object) -> None:
-    order = make(4, 16)  # type: ignore[operator]
-    assert counts(order, 1, 0, copied=True) == {(1, "forward"): 1, (1, "backward"): 1}
+@pytest.mark.parametrize(
+    ("make", "wanted"),
+    [
+        (lambda n: named("interleaved_1f1b", n), [5, 11, 9, 8]),
+        (lambda n: named("v_schedule", n), [3, 11, 12, 7]),
+    ],
+)
+def test_other_orders_need_what_a_real_run_was_seen_to_hold(
+    make: Callable[[int], Order], wanted: list[int]
+) -> None:
+    for num_microbatches in (16, 64):
+        order = make(num_microbatches)
+        assert [count(order, rank, 0) for rank in range(4)] == wanted
 
 
-def test_gpipe_needs_every_microbatch() -> None:
-    assert counts(gpipe_order(4, 16), 2, 2) == {(2, "forward"): 16, (2, "backward"): 3}
+def named(name: str, num_microbatches: int) -> Order:
+    return named_order(resolve_schedule(name), 4, 8, num_microbatches)
+
+
+def test_gpipe_needs_every_activation() -> None:
+    # And a gradient; its loop holds each until the next is on its way.
+    assert count(gpipe_order(4, 16), 2, 0, "gpipe") == 16 + 1
+    assert count(gpipe_order(4, 16), 0, 0, "gpipe") == 2
+    assert count(gpipe_order(4, 16), 0, 0, "1f1b") == 1
 
 
 def test_the_lifetimes_of_a_small_order() -> None:
-    # Stage 1 of 3 runs F0 F1 B0 F2 B1 B2.
-    assert recv_lifetimes(one_f_one_b_order(3, 3), 1) == [
-        Lifetime(1, 0, "forward", 0, 2),
-        Lifetime(1, 1, "forward", 1, 4),
-        Lifetime(1, 0, "backward", 2, 2),
-        Lifetime(1, 2, "forward", 3, 5),
-        Lifetime(1, 1, "backward", 4, 4),
-        Lifetime(1, 2, "backward", 5, 5),
+    # Stage 1 of 3 runs F0 F1 B0 F2 B1 B2, each after a receive.
+    assert recv_lifetimes(one_f_one_b_order(3, 3), 1, "1f1b") == [
+        Lifetime(1, 0, "forward", 0, 5),
+        Lifetime(1, 1, "forward", 2, 9),
+        Lifetime(1, 0, "backward", 4, 5),
+        Lifetime(1, 2, "forward", 6, 11),
+        Lifetime(1, 1, "backward", 8, 9),
+        Lifetime(1, 2, "backward", 10, 11),
     ]
 
 
@@ -95,8 +113,12 @@ def test_split_backwards_hold_until_the_weight_half() -> None:
         0: [Action(0, kind, 0) for kind in "FIW"],
         1: [Action(1, kind, 0) for kind in "FIW"],
     }
-    assert recv_lifetimes(order, 0) == [Lifetime(0, 0, "backward", 1, 2)]
-    assert recv_lifetimes(order, 1) == [Lifetime(1, 0, "forward", 0, 2)]
+    # Programs without weights' steps: F SEND_F RECV_B I W, and RECV_F F I SEND_B W.
+    backward, forward = recv_lifetimes(order, 0), recv_lifetimes(order, 1)
+    assert [life[:3] for life in backward] == [(0, 0, "backward")]
+    assert [life[:3] for life in forward] == [(1, 0, "forward")]
+    assert backward[0].last - backward[0].first == 2
+    assert forward[0].last - forward[0].first == 4
 
 
 def test_between_stages_of_one_rank_nothing_is_received() -> None:
@@ -105,7 +127,7 @@ def test_between_stages_of_one_rank_nothing_is_received() -> None:
     assert received == {(1, "forward"), (2, "backward")}
     alone = breadth_first_order({0: (0, 1, 2)}, 2)
     assert recv_lifetimes(alone, 0) == []
-    assert assign_slots([]) == Slots({}, {})
+    assert assign_slots([]) == Slots([], {})
 
 
 @pytest.mark.parametrize("seed", range(60))
@@ -118,22 +140,25 @@ def test_any_valid_order_gets_the_fewest_slots_that_never_clash(seed: int) -> No
     order = random_order(rng, rank_of_stage, num_microbatches, split)
     assert validate_order(order, len(rank_of_stage), num_microbatches) == []
     for rank in order:
-        lifetimes = recv_lifetimes(order, rank, copied=rng.random() < 0.3)
-        slots = assign_slots(lifetimes, slack)
-        for (stage, direction), count in slots.counts.items():
-            mine = [li for li in lifetimes if (li.stage_index, li.direction) == (stage, direction)]
-            assert count == min(overlap_by_counting(mine) + slack, len(mine))
-            assert max_overlap(mine) == overlap_by_counting(mine)
-            used = {life: slots.slot_of[stage, direction, life.microbatch] for life in mine}
-            assert set(used.values()) <= set(range(count))
+        lifetimes = recv_lifetimes(order, rank, rng.choice(["multi", "1f1b", "gpipe"]))
+        sizes = {owner[:1] + owner[2:3]: rng.choice([3, 5]) for owner in lifetimes}
+        slots = assign_slots(lifetimes, slack, sizes)
+        for size in (3, 5):
+            mine = [x for x in lifetimes if sizes[x.stage_index, x.direction] == size]
+            fewest = overlap_by_counting(mine)
+            assert slots.sizes.count(size) == min(fewest + slack, len(mine))
+            assert max_overlap(mine) == fewest
+            used = {x: slots.slot_of[x.stage_index, x.direction, x.microbatch] for x in mine}
+            assert all(slots.sizes[slot] == size for slot in used.values())
             for a in mine:
                 for b in mine:
                     apart = a.last < b.first or b.last < a.first
                     assert a == b or apart or used[a] != used[b]
+        assert max_overlap(lifetimes, sizes) <= sum(slots.sizes)
 
 
 def test_a_slot_rests_for_slack_receives() -> None:
-    slots = assign_slots(recv_lifetimes(gpipe_order(2, 6), 1, copied=True), slack=2)
+    slots = assign_slots(recv_lifetimes(one_f_one_b_order(2, 6), 1, "1f1b"), slack=2)
     assert [slots.slot_of[1, "forward", m] for m in range(6)] == [0, 1, 2, 0, 1, 2]
 
 

@@ -33,9 +33,10 @@ from pp_autopipeline.pipeline import (
     set_shapes,
 )
 from pp_autopipeline.pretrained import load_pretrained, save_pretrained
+from pp_autopipeline.receive_pool import install_pool
 from pp_autopipeline.reports import PipelineReports
 from pp_autopipeline.stage_summary import StageSummary, summarize_stages
-from pp_bufferpool import RecvBufferPool, install_recv_buffer_pool
+from pp_bufferpool import RecvBufferPool
 from pp_schedule import resolve_schedule, use_stage_shapes
 from pp_split_hf import Saveable, allocate_stage_weights, initialize_stage_weights
 
@@ -249,9 +250,7 @@ class AutoPipeline(PipelineReports):
             rules,
         )
         if self.pp_recv_buffer_pool:
-            self._pool = install_recv_buffer_pool(
-                self._built.stages, self._built.schedule, self.pp_recv_buffer_pool_slack
-            )
+            self._pool = install_pool(self._built, self.pp_recv_buffer_pool_slack)
         if self.pp_seq_len is not None:
             self.update_seq_len(self.pp_seq_len)
         return self

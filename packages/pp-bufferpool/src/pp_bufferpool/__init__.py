@@ -8,28 +8,44 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from pp_bufferpool.lifetimes import Lifetime, Slots, assign_slots, max_overlap, recv_lifetimes
-    from pp_bufferpool.pool import PoolStats, RecvBufferPool, install_recv_buffer_pool
+    from pp_bufferpool.lifetimes import (
+        Lifetime,
+        Slots,
+        assign_slots,
+        max_overlap,
+        recv_lifetimes,
+    )
+    from pp_bufferpool.pool import (
+        PoolStats,
+        RecvBufferCounts,
+        RecvBufferPool,
+        install_recv_buffer_pool,
+        recv_buffer_counts,
+    )
 
 _HOME = {
     "Lifetime": "lifetimes",
     "PoolStats": "pool",
+    "RecvBufferCounts": "pool",
     "RecvBufferPool": "pool",
     "Slots": "lifetimes",
     "assign_slots": "lifetimes",
     "install_recv_buffer_pool": "pool",
     "max_overlap": "lifetimes",
+    "recv_buffer_counts": "pool",
     "recv_lifetimes": "lifetimes",
 }
 
 __all__ = [
     "Lifetime",
     "PoolStats",
+    "RecvBufferCounts",
     "RecvBufferPool",
     "Slots",
     "assign_slots",
     "install_recv_buffer_pool",
     "max_overlap",
+    "recv_buffer_counts",
     "recv_lifetimes",
 ]
 

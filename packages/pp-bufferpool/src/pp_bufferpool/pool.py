@@ -1,34 +1,27 @@
 """Slots for the receives of stages, in the place of torch's own buffers."""
 
-import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from importlib.metadata import version
+from typing import NamedTuple
 
+import torch
 from torch.distributed.pipelining import PipelineStage
 
 from pp_bufferpool import torch_private
 from pp_bufferpool.lifetimes import (
-    Direction,
+    Lifetime,
+    Runtime,
     assign_slots,
     check_slack,
     max_overlap,
     recv_lifetimes,
+    step_lifetimes,
 )
-from pp_bufferpool.ring import Meter, Ring
+from pp_bufferpool.shelf import Shelf
+from pp_bufferpool.stage_methods import StageMethods, has_pool
 from pp_schedule import schedule_order
-
-logger = logging.getLogger(__name__)
-
-_BOUND = (
-    "_setup_forward_recv_info",
-    "_setup_backward_recv_info",
-    "get_fwd_recv_ops",
-    "get_bwd_recv_ops",
-    "_retrieve_recv_activations",
-    "_retrieve_recv_grads",
-    "backward_one_chunk",
-)
+from pp_schedule.microbatch_loss import MicrobatchLoss
 
 
 @dataclass(frozen=True)
@@ -38,79 +31,96 @@ class PoolStats:
     active: bool
     """Whether the pool is in effect."""
     buffers: int
-    """Tensors that are slots."""
+    """Slots that have memory, each for one receive at a time."""
     bytes: int
     """Their size."""
     peak_live: int
-    """The most copies of receives that were alive at once: what forwards and backwards held."""
-    peak_bytes: int
-    """The most bytes that slots and copies took together."""
+    """The most receives that existed at once since installation."""
+    allocations: int
+    """How often memory was allocated since installation."""
+    allocated_bytes: int
+    """How much that was together."""
+    fallbacks: int
+    """Receives for which no slot was free, so that they got new memory."""
     buffers_without_pool: int
-    """Tensors that this torch would have at once without the pool."""
+    """Receives that this torch would hold at once without the pool."""
     bytes_without_pool: int
     """Their size."""
-    fallbacks: int
-    """Receives for which no slot was free, so that they got memory of their own."""
+
+
+class RecvBufferCounts(NamedTuple):
+    """Receives that a rank has memory for at once, all of equal size."""
+
+    with_pool: int
+    """Slots of a pool."""
+    without_pool: int
+    """Buffers of the installed torch."""
 
 
 class RecvBufferPool:
-    """The receive slots of this rank's stages; made by `install_recv_buffer_pool`."""
+    """The receive slots of this rank's stages; made by `install_recv_buffer_pool`.
 
-    def __init__(self) -> None:
-        self._meter = Meter()
-        self._rings: list[Ring] = []
-        self._stages: list[PipelineStage] = []
+    Attributes:
+        poison: Whether slots are filled with NaN as soon as nobody holds them, to find readers
+            that come too late. For debugging: it costs time.
+    """
+
+    def __init__(
+        self, stages: Sequence[PipelineStage], schedule: torch_private.Schedule, slack: int
+    ) -> None:
+        lifetimes = _lifetimes(schedule, stages[0].group_rank)
+        self._unpooled = _unpooled(lifetimes, stages[0].num_stages, schedule)
+        self._shelf = Shelf(lifetimes, slack, torch.device(stages[0].device))
+        self._methods = [StageMethods(stage, self._shelf, schedule) for stage in stages]
 
     @property
     def active(self) -> bool:
         """Whether the pool is in effect."""
-        return bool(self._stages)
+        return bool(self._methods)
+
+    @property
+    def poison(self) -> bool:
+        """Whether slots are filled with NaN as soon as nobody holds them."""
+        return any(methods.poison for methods in self._methods)
+
+    @poison.setter
+    def poison(self, on: bool) -> None:
+        for methods in self._methods:
+            methods.poison = on
 
     def stats(self) -> PoolStats:
-        """Return counts and sizes as of now; peaks are since installation."""
-        slots = [b for ring in self._rings for b in ring.slot_tensors()]
+        """Return counts and sizes as of now."""
+        meter = self._shelf.meter
+        sizes = {owner: layout.nbytes for owner, layout in self._shelf.layouts.items()}
+        unpooled = [e for e in self._unpooled if (e.stage_index, e.direction) in sizes]
         return PoolStats(
             active=self.active,
-            buffers=len(slots),
-            bytes=sum(slot.nbytes for slot in slots),
-            peak_live=self._meter.peak_live,
-            peak_bytes=self._meter.peak_bytes,
-            buffers_without_pool=sum(r.unpooled * len(r.sizes) for r in self._rings),
-            bytes_without_pool=sum(r.unpooled * sum(r.sizes) for r in self._rings),
-            fallbacks=sum(ring.fallbacks for ring in self._rings),
+            buffers=sum(slot.nbytes > 0 for slot in self._shelf.slots),
+            bytes=sum(slot.nbytes for slot in self._shelf.slots),
+            peak_live=meter.peak_live,
+            allocations=meter.allocations,
+            allocated_bytes=meter.allocated_bytes,
+            fallbacks=meter.fallbacks,
+            buffers_without_pool=max_overlap(unpooled),
+            bytes_without_pool=max_overlap(unpooled, sizes),
         )
 
     def uninstall(self) -> None:
-        """Give the stages back to torch; to be called between steps, and fine to call twice."""
-        for stage in self._stages:
-            for name in _BOUND:
-                vars(stage).pop(name, None)
-            torch_private.restore_buffers(stage)
-        for ring in self._rings:
-            ring.forget()
-        self._stages, self._rings = [], []
+        """Give the stages back to torch; to be called between steps, and fine to call twice.
 
-    def _add(self, stage: PipelineStage, schedule: torch_private.Schedule, slack: int) -> None:
-        order = schedule_order(schedule)
-        rank = stage.group_rank
-        slot_of = assign_slots(recv_lifetimes(order, rank, copied=True), slack).slot_of
-        unpooled = recv_lifetimes(order, rank)
-
-        def ring(direction: Direction, keeps_all: bool) -> Ring:
-            lives = [life for life in unpooled if life.direction == direction]
-            slots = {m: slot for (_, way, m), slot in slot_of.items() if way == direction}
-            at_once = len(lives) if keeps_all else max_overlap(lives)
-            return Ring(slots, stage.device, self._meter, at_once)
-
-        # On torch 2.15 the losses that the schedule keeps hold all inputs of the last stage.
-        keeps_all = torch_private.PREALLOCATES
-        forward = ring("forward", keeps_all or stage.is_last)
-        backward = ring("backward", keeps_all)
-        _bind(stage, schedule, forward, backward)
-        forward.renew(torch_private.forward_infos(stage))
-        backward.renew(torch_private.backward_infos(stage))
-        self._rings += [forward, backward]
-        self._stages.append(stage)
+        Raises:
+            RuntimeError: If somebody else has wrapped the stages' methods since.
+        """
+        wrapped = [name for methods in self._methods for name in methods.wrapped_since()]
+        if wrapped:
+            raise RuntimeError(
+                f"the receive buffer pool cannot be uninstalled: {', '.join(wrapped)} of its "
+                "stages were replaced after it was installed; undo that first"
+            )
+        for methods in self._methods:
+            methods.remove()
+        self._methods = []
+        self._shelf.slots = []
 
 
 def install_recv_buffer_pool(
@@ -118,85 +128,79 @@ def install_recv_buffer_pool(
 ) -> RecvBufferPool:
     """Receive into few slots that are used again, instead of into a buffer per microbatch.
 
-    Acts on these stage objects alone, between steps, on any number of the pipeline's ranks. With
-    another schedule than 1F1B it warns and has no effect.
+    Acts on these stage objects alone, between steps, on any number of the pipeline's ranks. Nothing
+    is sent.
 
     Args:
         stages: This rank's stages.
-        schedule: The schedule that trains them.
-        slack: Slots beyond those that are in use at once, per direction.
+        schedule: The schedule that trains them, any of torch's. Others may run the same stages too.
+        slack: Slots beyond those that are in use at once.
 
     Returns:
         The pool; `stats()` tells what it holds, `uninstall()` ends it.
 
     Raises:
-        ValueError: If `slack` is not an int of at least 0, or a stage has a pool already.
+        ValueError: If `slack` is not an int of at least 0, `stages` is empty, or a stage has a pool
+            already.
+        RuntimeError: If the installed torch keeps its buffers in a way that is not known here.
     """
     check_slack(slack)
-    taken = [stage.stage_index for stage in stages if vars(stage).keys() & set(_BOUND)]
+    if not stages:
+        raise ValueError("stages is empty: every pipeline rank runs at least one stage")
+    taken = [stage.stage_index for stage in stages if has_pool(stage)]
     if taken:
         raise ValueError(
-            f"stages {taken} have a receive pool already, or methods of their own in its place: "
-            "call uninstall() on that pool first"
+            f"stages {taken} have a receive pool already: call uninstall() on that pool first"
         )
-    pool = RecvBufferPool()
-    if not torch_private.is_one_f_one_b(schedule):
-        logger.warning(
-            "the receive buffer pool has no effect with %s: it is for Schedule1F1B alone",
-            type(schedule).__name__,
+    missing = torch_private.missing_names(stages[0])
+    if missing:
+        raise RuntimeError(
+            f"torch {version('torch')} has no {', '.join(missing)}, without which receives cannot "
+            "be pooled; the pool was read against torch 2.13 to 2.15. Leave it out: it changes "
+            "memory, never a result"
         )
-        return pool
-    for stage in stages:
-        pool._add(stage, schedule, slack)
-    return pool
+    return RecvBufferPool(stages, schedule, slack)
 
 
-def _bind(
-    stage: PipelineStage, schedule: torch_private.Schedule, forward: Ring, backward: Ring
-) -> None:
-    """Put the rings into a stage's own methods, on this object alone."""
-    torch_method = {name: getattr(stage, name) for name in _BOUND}
+def recv_buffer_counts(
+    schedule: torch_private.Schedule, slack: int = 2
+) -> dict[int, RecvBufferCounts]:
+    """Return for every pipeline rank what a pool holds and what the installed torch does.
 
-    def set_up_forward(num_microbatches: int, has_backward: bool) -> None:
-        with torch_private.allocating_nothing(stage):
-            torch_method["_setup_forward_recv_info"](num_microbatches, has_backward)
-        forward.renew(torch_private.forward_infos(stage))
+    Arithmetic on the schedule's order; any rank can ask.
+    """
+    check_slack(slack)
+    order = schedule_order(schedule)
+    num_stages = 1 + max(a.stage_index for row in order.values() for a in row if a is not None)
+    counts = {}
+    for rank in order:
+        lifetimes = _lifetimes(schedule, rank)
+        unpooled = max_overlap(_unpooled(lifetimes, num_stages, schedule))
+        counts[rank] = RecvBufferCounts(len(assign_slots(lifetimes, slack).sizes), unpooled)
+    return counts
 
-    def set_up_backward(num_microbatches: int) -> None:
-        with torch_private.allocating_nothing(stage):
-            torch_method["_setup_backward_recv_info"](num_microbatches)
-        backward.renew(torch_private.backward_infos(stage))
 
-    def post_forward(microbatch: int) -> list[Any]:
-        make_ops = torch_method["get_fwd_recv_ops"]
-        if stage.is_first:
-            return list(make_ops(microbatch))
-        infos = torch_private.forward_infos(stage)[microbatch]
-        return forward.post(microbatch, infos, lambda: make_ops(microbatch))
+def _lifetimes(schedule: torch_private.Schedule, rank: int) -> list[Lifetime]:
+    programs = torch_private.programs(schedule)
+    if programs is not None:
+        return step_lifetimes(programs[rank])
+    runtime: Runtime = "gpipe" if torch_private.is_gpipe(schedule) else "1f1b"
+    return recv_lifetimes(schedule_order(schedule), rank, runtime)
 
-    def post_backward(microbatch: int) -> list[Any]:
-        make_ops = torch_method["get_bwd_recv_ops"]
-        if stage.is_last or not stage.has_backward:
-            return list(make_ops(microbatch))
-        infos = torch_private.backward_infos(stage)[microbatch]
-        return backward.post(microbatch, infos, lambda: make_ops(microbatch))
 
-    def take_forward(microbatch: int) -> Any:
-        infos = torch_private.forward_infos(stage)[microbatch]
-        return forward.take(microbatch, infos, torch_method["_retrieve_recv_activations"])
+def _unpooled(
+    lifetimes: Sequence[Lifetime], num_stages: int, schedule: torch_private.Schedule
+) -> list[Lifetime]:
+    """Return how long the installed torch keeps the buffers of these receives."""
+    end = max((life.last for life in lifetimes), default=0)
+    # Losses that a schedule keeps have graphs that end in the last stage's inputs. Those of
+    # schedules that pp_schedule built are let go of.
+    keeps_losses = not isinstance(torch_private.loss_fn_of(schedule), MicrobatchLoss)
 
-    def take_backward(microbatch: int) -> Any:
-        infos = torch_private.backward_infos(stage)[microbatch]
-        return backward.take(microbatch, infos, torch_method["_retrieve_recv_grads"])
+    def kept(life: Lifetime) -> Lifetime:
+        if torch_private.PREALLOCATES:
+            return life._replace(first=0, last=end)
+        is_last_input = life.direction == "forward" and life.stage_index == num_stages - 1
+        return life._replace(last=end) if keeps_losses and is_last_input else life
 
-    def run_backward(microbatch: int, *args: Any, **kwargs: Any) -> None:
-        torch_method["backward_one_chunk"](microbatch, *args, **kwargs)
-        if stage.is_last:
-            torch_private.detach_loss(schedule, microbatch)
-
-    ours = (
-        set_up_forward, set_up_backward, post_forward, post_backward, take_forward, take_backward,
-        run_backward,
-    )  # fmt: skip
-    for name, function in zip(_BOUND, ours, strict=True):
-        setattr(stage, name, function)
+    return [kept(life) for life in lifetimes]

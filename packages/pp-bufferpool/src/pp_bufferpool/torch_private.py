@@ -1,8 +1,9 @@
-"""Every torch-private name that this package uses, read against torch 2.13.0 and 2.15.0.
+"""Every torch-private name that this package uses, read against torch 2.13.0, 2.14.1 and 2.15.0.
 
 A stage describes each receive by an *info* object: where it comes from, its tensor's metadata and
-its buffer. torch 2.13 gives every info its buffer when the stage is set up and keeps it; torch 2.15
-has the info allocate its buffer when the receive is posted and gives it away when it is read.
+its buffer. torch 2.13 and 2.14 give every info its buffer when the stage is set up and keep it;
+torch 2.15 has the info allocate its buffer when the receive is posted and gives it away when it is
+read.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -11,22 +12,60 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 from torch.distributed.pipelining import stage as torch_stage
 from torch.distributed.pipelining._utils import _make_tensor_from_meta
-from torch.distributed.pipelining.schedules import _PipelineSchedule
+from torch.distributed.pipelining.schedules import _PipelineSchedule, _PipelineScheduleRuntime
 
 Schedule = _PipelineSchedule
 Infos = Sequence[Any]
-Buffers = tuple[torch.Tensor | None, ...]
+Tensors = Sequence[torch.Tensor | None]
 
-PREALLOCATES = not hasattr(vars(torch_stage)["_RecvInfo"], "allocate_buffer")
-"""Whether this torch allocates one buffer per microbatch and direction (2.13)."""
+PREALLOCATES = not hasattr(vars(torch_stage).get("_RecvInfo"), "allocate_buffer")
+"""Whether this torch allocates one buffer per microbatch and direction (2.13 and 2.14)."""
+
+STAGE_METHODS = (
+    "_setup_forward_recv_info",
+    "_setup_backward_recv_info",
+    "get_fwd_recv_ops",
+    "get_bwd_recv_ops",
+    "_retrieve_recv_activations",
+    "_retrieve_recv_grads",
+    "set_local_bwd_input",
+    "forward_one_chunk",
+    "backward_one_chunk",
+    "backward_weight_one_chunk",
+)
+"""Methods of a stage that a pool puts its own in the place of."""
 
 
-def is_one_f_one_b(schedule: Schedule) -> bool:
-    """Tell whether this is torch's 1F1B schedule."""
-    return isinstance(schedule, Schedule1F1B)
+def missing_names(stage: PipelineStage) -> list[str]:
+    """Return what a pool needs and the installed torch does not have, or no longer."""
+    kept = "fwd_cache" if PREALLOCATES else "_forward_chunk_states"
+    names = [*STAGE_METHODS, "args_recv_info", "grad_recv_info", kept]
+    missing = [f"PipelineStage.{name}" for name in names if not hasattr(stage, name)]
+    info = vars(torch_stage).get("_RecvInfo")
+    for name in () if PREALLOCATES else ("set_buffer", "take_buffer"):
+        if not hasattr(info, name):
+            missing.append(f"_RecvInfo.{name}")
+    return missing
+
+
+def programs(schedule: Schedule) -> Mapping[int, Sequence[Any]] | None:
+    """Return every rank's steps of a schedule with explicit receives; None if it has none."""
+    if isinstance(schedule, _PipelineScheduleRuntime):
+        return schedule.pipeline_order_with_comms
+    return None
+
+
+def is_gpipe(schedule: Schedule) -> bool:
+    """Tell whether this is torch's GPipe schedule."""
+    return isinstance(schedule, ScheduleGPipe)
+
+
+def loss_fn_of(schedule: Schedule) -> Any:
+    """Return the loss function of a schedule, or None."""
+    return schedule._loss_fn
 
 
 def forward_infos(stage: PipelineStage) -> Mapping[int, Infos]:
@@ -40,31 +79,23 @@ def backward_infos(stage: PipelineStage) -> Mapping[int, Infos]:
     return stage.grad_recv_info
 
 
-def layouts(infos: Infos) -> tuple[tuple[Any, ...] | None, ...]:
-    """Return shape, stride and dtype of each receive; None where nothing is received."""
-    metas = [info.tensor_meta for info in infos]
-    return tuple(meta and (meta.shape, meta.stride, meta.dtype) for meta in metas)
+def tensors_like(infos: Infos, device: torch.device) -> Tensors:
+    """Return new tensors as torch would allocate for these receives."""
+    return [
+        None if info.tensor_meta is None else _make_tensor_from_meta(info.tensor_meta, device)
+        for info in infos
+    ]
 
 
-def new_buffers(infos: Infos, device: torch.device) -> Buffers:
-    """Allocate buffers as torch would for these receives."""
-    # A slot made during an evaluation must also serve training, so it is a normal tensor always.
-    with torch.inference_mode(False):
-        return tuple(
-            None if info.tensor_meta is None else _make_tensor_from_meta(info.tensor_meta, device)
-            for info in infos
-        )
-
-
-def receive_into(infos: Infos, buffers: Buffers, make_ops: Callable[[], list[Any]]) -> list[Any]:
-    """Have `make_ops` make receive operations that write into `buffers`."""
+def receive_into(infos: Infos, tensors: Tensors, make_ops: Callable[[], list[Any]]) -> list[Any]:
+    """Have `make_ops` make receive operations that write into `tensors`."""
     if PREALLOCATES:
-        for info, buffer in zip(infos, buffers, strict=True):
-            info.buffer = buffer
+        for info, tensor in zip(infos, tensors, strict=True):
+            info.buffer = tensor
         return make_ops()
-    for info, buffer in zip(infos, buffers, strict=True):
-        if buffer is not None:
-            info.allocate_buffer = partial(_own, info, buffer)
+    for info, tensor in zip(infos, tensors, strict=True):
+        if tensor is not None:
+            info.allocate_buffer = partial(_own, info, tensor)
     try:
         return make_ops()
     finally:
@@ -72,20 +103,9 @@ def receive_into(infos: Infos, buffers: Buffers, make_ops: Callable[[], list[Any
             vars(info).pop("allocate_buffer", None)
 
 
-def _own(info: Any, buffer: torch.Tensor, device: torch.device) -> torch.Tensor:
-    info.set_buffer(buffer)  # refuses if an earlier receive has not been read
-    return buffer
-
-
-def copy_buffers(infos: Infos, device: torch.device) -> list[torch.Tensor]:
-    """Put copies of the same layout in the place of the infos' buffers; return the copies."""
-    copies = []
-    for info in infos:
-        if info.buffer is not None:
-            copy = _make_tensor_from_meta(info.tensor_meta, device)
-            info.buffer = copy.copy_(info.buffer)
-            copies.append(copy)
-    return copies
+def _own(info: Any, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    info.set_buffer(tensor)  # refuses if an earlier receive has not been read
+    return tensor
 
 
 def drop_buffers(infos: Infos) -> None:
@@ -99,8 +119,22 @@ def restore_buffers(stage: PipelineStage) -> None:
     if PREALLOCATES:
         for by_microbatch in (forward_infos(stage), backward_infos(stage)):
             for infos in by_microbatch.values():
-                for info, buffer in zip(infos, new_buffers(infos, stage.device), strict=True):
-                    info.buffer = buffer
+                for info, tensor in zip(infos, tensors_like(infos, stage.device), strict=True):
+                    info.buffer = tensor
+
+
+def zeros_for_none(
+    infos: Infos, gradients: Sequence[torch.Tensor | None], device: torch.device
+) -> tuple[torch.Tensor | None, ...]:
+    """Return gradients with zeros where a stage of this rank gave none, as torch 2.15 has it.
+
+    Up to 2.14 torch overwrites the buffer from the set-up with zeros.
+    """
+    zeros = tensors_like(infos, torch.device("meta"))
+    return tuple(
+        torch.zeros_like(zero, device=device) if gradient is None and zero is not None else gradient
+        for gradient, zero in zip(gradients, zeros, strict=True)
+    )
 
 
 @contextmanager
@@ -114,10 +148,26 @@ def allocating_nothing(stage: PipelineStage) -> Iterator[None]:
         stage.device = device
 
 
-def detach_loss(schedule: Schedule, microbatch: int) -> None:
-    """Replace a loss that the schedule keeps until the end of its step by its value.
+def forget_inputs(stage: PipelineStage, microbatch: int) -> None:
+    """Let go of the inputs of a forward that no backward will follow."""
+    if PREALLOCATES:
+        _, inputs = vars(stage)["fwd_cache"][microbatch]
+    else:
+        inputs = stage._forward_chunk_states[microbatch].input_values
+    inputs.clear()
 
-    After its backward a loss's graph serves nobody, but its leaves, the stage's inputs, live on.
-    """
+
+def use_count(storage: torch.UntypedStorage) -> int:
+    """Return how many hold a storage in torch itself: tensors, graphs, pending operations."""
+    return torch._C._storage_Use_Count(storage._cdata)
+
+
+def new_storage(nbytes: int, device: torch.device) -> torch.UntypedStorage:
+    """Return memory, uninitialised."""
+    return torch.empty(nbytes, dtype=torch.uint8, device=device).untyped_storage()
+
+
+def replace_loss(schedule: Schedule, microbatch: int, loss: torch.Tensor) -> None:
+    """Replace a loss that a schedule keeps until the end of its step."""
     if microbatch < len(schedule._internal_losses):
-        schedule._internal_losses[microbatch] = schedule._internal_losses[microbatch].detach()
+        schedule._internal_losses[microbatch] = loss

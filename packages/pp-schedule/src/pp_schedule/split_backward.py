@@ -16,7 +16,7 @@ _DONE = "_pp_exact_split"
 def make_split_backward_exact(stage: PipelineStage) -> None:
     """Have a stage of a schedule that splits backwards give the gradients of a whole backward.
 
-    Two faults of torch (2.13 to 2.15) that give no error:
+    Two faults of torch (2.13 to 2.15) that give no error, and one that does:
 
     - The weight half begins where the paths from the output to the weights leave those to the
       input. An input that needs no gradient, as after stages that are frozen, has no such path, and
@@ -26,6 +26,7 @@ def make_split_backward_exact(stage: PipelineStage) -> None:
       inputs and outputs that need gradients.
     - A first gradient is assigned as it comes, be it a received tensor or another weight's, and
       later ones are added to it in place. Here it becomes a tensor of its own.
+    - An output that is a view cannot be detached where torch detaches it. Here it is copied.
 
     It concerns this object alone.
     """
@@ -42,7 +43,7 @@ def make_split_backward_exact(stage: PipelineStage) -> None:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
         gathered = [] if seen else list(map(id, stage.submod.parameters()))
-        output = forward(*args, **kwargs)
+        output = _without_views(forward(*args, **kwargs))
         inputs, outputs = list(_tensors((args, kwargs))), list(_tensors(output))
         key = tuple(tensor.requires_grad for tensor in (*inputs, *outputs))
         if key not in seen:
@@ -81,6 +82,14 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
     elif isinstance(value, tuple | list | Mapping):
         for each in value.values() if isinstance(value, Mapping) else value:
             yield from _tensors(each)
+
+
+def _without_views(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.clone() if value.requires_grad and value._is_view() else value
+    if type(value) in (tuple, list):
+        return type(value)(map(_without_views, value))
+    return value
 
 
 def _all_depend(outputs: Iterable[torch.Tensor], inputs: Iterable[torch.Tensor]) -> bool:
