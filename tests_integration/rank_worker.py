@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import functools
 import gc
 import importlib
 import importlib.util
@@ -73,7 +74,24 @@ def _serve_one(
     # waits here until all are done.
     if pipe.recv_bytes() == RELEASE and dist.is_initialized():
         dist.destroy_process_group()
+        _forget_meshes()
     gc.collect()
+
+
+def _forget_meshes() -> None:
+    """Empty torch's caches of what DTensors do: a new mesh equals an old one whose groups are gone."""
+    import torch
+
+    if "torch.distributed.tensor" not in sys.modules:
+        return
+    torch._C._clear_DTensor_sharding_propagator_cache()
+    propagator = torch.distributed.tensor.DTensor._op_dispatcher.sharding_propagator
+    propagator.propagate_op_sharding.cache.cache_clear()
+    for name, module in list(sys.modules.items()):
+        if name.startswith("torch.distributed"):
+            for value in list(vars(module).values()):
+                if isinstance(value, functools._lru_cache_wrapper):
+                    value.cache_clear()
 
 
 def _describe(error: BaseException) -> dict[str, Any]:

@@ -36,10 +36,32 @@ def test_resolve_agrees_with_trying_everything(world: int) -> None:
                 sizes.resolve(world)
 
 
+@pytest.mark.parametrize("cp", [1, 2, 4, 6, 12])
+def test_factors_of_cp_agree_with_trying_everything(cp: int) -> None:
+    pairs = [(ring, ulysses) for ring in range(1, 13) for ulysses in range(1, 13)]
+    for ring, ulysses in itertools.product((None, *range(1, 13)), repeat=2):
+        sizes = ParallelSizes(pp_size=2, cp_size=cp, cp_ring_size=ring, cp_ulysses_size=ulysses)
+        fitting = [
+            pair
+            for pair in pairs
+            if pair[0] * pair[1] == cp and ring in (None, pair[0]) and ulysses in (None, pair[1])
+        ]
+        if not fitting:
+            with pytest.raises(ValueError, match=f"cp_size (is )?{cp}: .*{cp}"):
+                sizes.resolve(24)
+            continue
+        resolved = sizes.resolve(24)
+        factors = resolved.cp_ring_size, resolved.cp_ulysses_size
+        assert factors == ((None, None) if ring is None is ulysses else fitting[0])
+        assert resolved.resolve(24) == resolved
+
+
 @pytest.mark.parametrize("unset", [None, "none", "None", 0, -1])
 def test_every_spelling_of_unset(unset: int) -> None:
-    sizes = ParallelSizes(unset, unset, unset, unset, unset, unset).resolve(8)
-    assert sizes == ParallelSizes(1, 8, 1, 1, 1, 1)
+    sizes = ParallelSizes(*[unset] * 8).resolve(8)
+    assert sizes == ParallelSizes(1, 8, 1, 1, 1, 1, None, None)
+    sizes = ParallelSizes(cp_size=4, cp_ring_size=unset, cp_ulysses_size=2).resolve(8)
+    assert sizes == ParallelSizes(1, 2, 1, 1, 4, 1, 2, 2)
 
 
 def test_an_explicit_dp_size_that_is_too_small() -> None:
@@ -48,13 +70,18 @@ def test_an_explicit_dp_size_that_is_too_small() -> None:
 
 
 def test_all_problems_at_once() -> None:
-    sizes = ParallelSizes(pp_size=3, dp_size=4, dp_replicate_size=3, ep_size=5)
+    sizes = ParallelSizes(
+        pp_size=3, dp_size=4, dp_replicate_size=3, ep_size=5, cp_ring_size=2, cp_ulysses_size=3
+    )
     with pytest.raises(ValueError, match="world size is 8") as caught:
         sizes.resolve(8)
     message = str(caught.value)
     assert "dp_replicate_size 3 does not divide DP 4" in message
     assert "ep_size 5 divides neither DP 4 x CP 1 = 4" in message
     assert "start 12 ranks" in message
+    assert "cp_ring_size 2 x cp_ulysses_size 3 = 6, but cp_size is 1: set cp_size to 6" in message
+    with pytest.raises(ValueError, match=r"PP 3 .* no dp_size fits[\s\S]*_ring_size 2 does not"):
+        ParallelSizes(pp_size=3, cp_ring_size=2).resolve(8)
 
 
 @pytest.mark.parametrize("bad", [2.0, "2", True, [2]])

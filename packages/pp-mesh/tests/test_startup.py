@@ -38,8 +38,8 @@ def test_the_timeout_reaches_every_group() -> None:
     initialize_distributed(timeout_minutes=7)
 
     def timeouts(minutes: float | None) -> set[timedelta]:
-        mesh, _ = build_mesh(ParallelSizes(), timeout_minutes=minutes)
-        names = [*(mesh.mesh_dim_names or ()), "dp", "dp_cp", "dp_shard_cp"]
+        mesh, _ = build_mesh(ParallelSizes(cp_ring_size=1), timeout_minutes=minutes)
+        names = [*(mesh.mesh_dim_names or ()), "cp", "dp", "dp_cp", "dp_shard_cp"]
         cpu = torch.device("cpu")
         return {mesh[name].get_group()._get_backend(cpu).options._timeout for name in names}
 
@@ -71,9 +71,20 @@ def test_variables_that_make_no_sense(
         initialize_distributed()
 
 
+def test_a_group_that_was_made_without_naming_a_backend() -> None:
+    dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)
+    info = initialize_distributed()
+    assert "cpu:gloo" in info.backend
+    assert initialize_distributed(info.backend) == info
+    world_mesh = build_mesh(ParallelSizes(), timeout_minutes=3).world_mesh
+    backend = world_mesh.get_group("pp")._get_backend(torch.device("cpu"))
+    assert backend.options._timeout == timedelta(minutes=3)
+
+
 def test_arguments_that_make_no_sense() -> None:
-    with pytest.raises(ValueError, match="timeout_minutes=0"):
-        initialize_distributed(timeout_minutes=0)
+    for never in (0, float("inf"), "5"):
+        with pytest.raises(ValueError, match=f"timeout_minutes={never!r} must be a number"):
+            initialize_distributed(timeout_minutes=never)
     with pytest.raises(ValueError, match="needs 1 CUDA devices, but 0 can be seen"):
         initialize_distributed("nccl")
     initialize_distributed("gloo")

@@ -3,6 +3,7 @@
 from pp_autopipeline.autopipeline import AutoPipeline, AutoPipelineInfo, StepOutput
 from pp_autopipeline.checkpoints import Checkpoints, Resumed
 from pp_autopipeline.config import PipelineConfig
+from pp_autopipeline.data import DataParallelSampler
 from pp_autopipeline.estimate import estimate_costs
 from pp_autopipeline.functional import pipeline_model
 from pp_autopipeline.loss_probe import find_loss_reduction
@@ -36,6 +37,7 @@ __all__ = [
     "CheckpointError",
     "Checkpoints",
     "Costs",
+    "DataParallelSampler",
     "DistInfo",
     "ModelPlan",
     "ParallelSizes",

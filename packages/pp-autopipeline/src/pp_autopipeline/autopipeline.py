@@ -24,6 +24,9 @@ from pp_autopipeline.loss_probe import (
     find_loss_reduction,
     special_ids,
 )
+from pp_autopipeline.parallelize.axes import data_groups
+from pp_autopipeline.parallelize.fsdp2 import reduce_every_microbatch
+from pp_autopipeline.parallelize.whole_backward import keep_backwards_whole
 from pp_autopipeline.pipeline import (
     BuiltPipeline,
     ParallelizeFnProtocol,
@@ -115,8 +118,8 @@ class AutoPipeline(PipelineReports):
     patch_stage_backward_maybe_with_nosync: bool = False
     """Kept for configs of NeMo AutoModel; torch 2.13+ accumulates without it."""
     defer_fsdp_grad_sync: bool = True
-    """Reduce FSDP2 gradients once per step, as torch 2.13+ does for a stage that is sharded as a
-    whole."""
+    """Reduce the gradients of sharded stages once per step; else after every microbatch, so that
+    no rank holds a stage's whole gradient between microbatches."""
     device: torch.device | str | int | None = None
     """Device of this rank's stages; None means the mesh's current one."""
     dtype: torch.dtype | None = None
@@ -130,6 +133,9 @@ class AutoPipeline(PipelineReports):
     """Give receive buffers by lifetime; see `pp_bufferpool`."""
     pp_recv_buffer_pool_slack: int = 2
     """Buffers beyond what is in flight."""
+    check_batches: bool = False
+    """Before every batch, compare what the ranks of the pipeline were given, and raise on all of
+    them if that differs. For debugging: it waits for the device, and for the slowest rank."""
     loss_reduction: LossReduction | None = None
     """Whether `loss_fn` is a "mean" or a "sum" over the targets that are not -100; None finds out
     by calling it on random logits."""
@@ -218,7 +224,8 @@ class AutoPipeline(PipelineReports):
                 loss_fn, rules.num_classes, self.device, special_ids(model), rules.target_kind
             )
             share = 1.0 / self._config.num_microbatches if self.scale_grads_in_schedule else 1.0
-            batch_loss = BatchLoss(loss_fn, reduction, share)
+            replicas = data_groups(self.world_mesh, self.dp_axis_names)
+            batch_loss = BatchLoss(loss_fn, reduction, share, replicas)
         self._warn_of_settings_without_effect()
         self._summaries = summarize_stages(model, plan.stage_fqns, plan.rank_of_stage)
         self._built = build_pipeline(
@@ -248,7 +255,17 @@ class AutoPipeline(PipelineReports):
             self.device,
             self._config,
             rules,
+            self.check_batches,
         )
+        if not self.defer_fsdp_grad_sync:
+            sharded = [reduce_every_microbatch(part) for part in self._built.parts]
+            if not any(sharded):
+                warn_once(
+                    logger,
+                    "defer_fsdp_grad_sync=False has no effect: parallelize_fn shards no stage as a "
+                    "whole (fully_shard)",
+                )
+            keep_backwards_whole(self._built.stages, self._built.parts, self._built.schedule)
         if self.pp_recv_buffer_pool:
             self._pool = install_pool(self._built, self.pp_recv_buffer_pool_slack)
         if self.pp_seq_len is not None:
@@ -498,10 +515,4 @@ class AutoPipeline(PipelineReports):
                 logger,
                 "patch_stage_backward_maybe_with_nosync=True has no effect: torch 2.13 and later "
                 "accumulate FSDP gradients over microbatches by themselves",
-            )
-        if not self.defer_fsdp_grad_sync:
-            warn_once(
-                logger,
-                "defer_fsdp_grad_sync=False has no effect: torch 2.13 and later reduce the "
-                "gradients of a sharded stage once per step",
             )

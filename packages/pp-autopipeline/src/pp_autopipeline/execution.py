@@ -1,8 +1,7 @@
 """One batch through the pipeline: checked, cut, run, and its loss brought to every rank."""
 
-import hashlib
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,16 +9,18 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from pp_autopipeline.agreement import pipeline_differences
+from pp_autopipeline.batch_check import batch_differences
 from pp_autopipeline.batch_rules import BatchRules
 from pp_autopipeline.checks import refuse
 from pp_autopipeline.config import PipelineConfig
 from pp_autopipeline.images import place_images
 from pp_autopipeline.loss import BatchLoss
+from pp_autopipeline.lost_peers import lost_peers_named
 from pp_autopipeline.microbatch import find_batch_dims
 from pp_autopipeline.pipeline import BuiltPipeline, set_shapes
 from pp_schedule import (
     build_forward_only_schedule,
-    schedule_order,
     set_keyword_split,
     use_stage_shapes,
 )
@@ -47,6 +48,7 @@ class Execution:
         device: torch.device,
         config: PipelineConfig,
         rules: BatchRules,
+        check_batches: bool,
     ) -> None:
         self.pipeline = pipeline
         self.batch_loss = batch_loss
@@ -55,6 +57,7 @@ class Execution:
         self.microbatch_size = config.pp_microbatch_size
         self.batch_size = config.pp_batch_size
         self.rules = rules
+        self.check_batches = check_batches
         # A module that is its own stage forward gets what it would get from torch's schedules.
         self.is_patched = config.patch_inner_model or config.patch_causal_lm_model
         plan = pipeline.plan
@@ -64,6 +67,7 @@ class Execution:
         self._forward_only: dict[tuple[int, bool], Any] = {}
         self._prepared: tuple[Any, int] | None = None
         self._is_checked = False
+        self._is_agreed = False
         if rules.images is not None:
             for module in pipeline.parts:
                 part = stage_part(module)
@@ -83,6 +87,7 @@ class Execution:
         kwargs: dict[str, Any],
     ) -> StepOutput:
         """Forward and backward of one batch; see `AutoPipeline.step`."""
+        self._compare("step", input_ids, target, kwargs)
         problems = self.rules.problems(input_ids, target, kwargs)
         if self.batch_loss is None:
             problems.append("the pipeline was built without loss_fn: only eval() runs")
@@ -99,7 +104,7 @@ class Execution:
         self._check(problems)
         num_microbatches = self.batch_size // self.microbatch_size
         schedule = self.pipeline.schedule
-        with self.pipeline.tied.summed():
+        with self._lost_peers_named(), self.pipeline.tied.summed():
             return self._run(
                 schedule, num_microbatches, input_ids, target, losses, return_outputs, kwargs
             )
@@ -113,6 +118,7 @@ class Execution:
         kwargs: dict[str, Any],
     ) -> StepOutput:
         """Forward of one batch; see `AutoPipeline.eval`."""
+        self._compare("eval", input_ids, target, kwargs)
         problems = self.rules.problems(input_ids, target, kwargs)
         if target is not None and self.batch_loss is None:
             problems.append("a target was given, but the pipeline was built without loss_fn")
@@ -126,7 +132,7 @@ class Execution:
         num_microbatches = rows // self.microbatch_size
         schedule = self._forward_only_schedule(num_microbatches, target is not None)
         return_outputs = return_outputs or target is None
-        with torch.no_grad(), _evaluating(self.pipeline.parts):
+        with self._lost_peers_named(), torch.no_grad(), _evaluating(self.pipeline.parts):
             output = self._run(
                 schedule, num_microbatches, input_ids, target, losses, return_outputs, kwargs
             )
@@ -216,6 +222,22 @@ class Execution:
             )
         return self._forward_only[key]
 
+    def _compare(
+        self, call: str, input_ids: Any, target: torch.Tensor | None, kwargs: dict[str, Any]
+    ) -> None:
+        """Raise on every rank if the ranks were given different batches, if that is to be checked."""
+        if not self.check_batches or len(self.pipeline.plan.stage_ids) == 1:
+            return
+        self._check_agreement()  # ranks that do not compare batches would send something else
+        batch = {"the call": call, "input_ids": input_ids, "target": target, **kwargs}
+        with self._lost_peers_named():
+            problems = batch_differences(batch, self.group)
+        refuse(
+            "the ranks of the pipeline were given different batches; give all of them the same "
+            "(DataParallelSampler draws such)",
+            problems,
+        )
+
     def _check(self, problems: list[str]) -> None:
         if not self._is_checked:
             empty = [
@@ -230,43 +252,28 @@ class Execution:
                     "materialize() or load_pretrained() after build()"
                 )
         refuse("cannot run this batch", problems)
-        if not self._is_checked:
-            self._check_agreement()
+        self._check_agreement()
         self._is_checked = True
 
     def _check_agreement(self) -> None:
-        """Raise on every rank if the ranks were given different pipelines."""
-        plan = self.pipeline.plan
-        orders = schedule_order(self.pipeline.schedule)
-        mine = {
-            "modules per stage": plan.stage_fqns,
-            "stages per rank": plan.stage_ids,
+        """Raise on every rank if the ranks were given different pipelines; look at it once."""
+        if self._is_agreed:
+            return
+        settings = {
             "batch and microbatch size": (self.batch_size, self.microbatch_size),
-            "schedule": {rank: [str(a) for a in row] for rank, row in orders.items()},
+            "check_batches": self.check_batches,
             "loss": self.batch_loss and self.batch_loss.reduction,
-            "dtypes between stages": [
-                [str(slot.shape.dtype) for slot in crossing.slots]
-                for crossing in plan.layout.trace.crossings
-            ],
         }
-        digests = {
-            name: hashlib.sha256(repr(value).encode()).hexdigest() for name, value in mine.items()
-        }
-        everyone: list[dict[str, str]] = [{} for _ in plan.stage_ids]
-        if len(everyone) > 1:
-            dist.all_gather_object(everyone, digests, group=self.group)
-            refuse(
-                "the ranks of the pipeline were given different things; give all of them the same",
-                [
-                    f"{name} of pipeline ranks {', '.join(map(str, others))} differ from rank 0's"
-                    for name in digests
-                    if (
-                        others := [
-                            r for r, e in enumerate(everyone) if e[name] != everyone[0][name]
-                        ]
-                    )
-                ],
-            )
+        with self._lost_peers_named():
+            problems = pipeline_differences(self.pipeline, settings, self.group)
+        refuse(
+            "the ranks of the pipeline were given different things; give all of them the same",
+            problems,
+        )
+        self._is_agreed = True
+
+    def _lost_peers_named(self) -> AbstractContextManager[None]:
+        return lost_peers_named(self.pipeline.plan, self.group)
 
 
 @contextmanager

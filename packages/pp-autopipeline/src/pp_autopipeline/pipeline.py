@@ -15,6 +15,7 @@ from pp_autopipeline.checks import mesh_problems, order_problems, refuse, schedu
 from pp_autopipeline.config import PipelineConfig
 from pp_autopipeline.layer_counts import BalanceBy, choose_layer_counts
 from pp_autopipeline.loss import BatchLoss
+from pp_autopipeline.parallelize.whole_backward import keep_backwards_whole
 from pp_autopipeline.stage_numbers import count_stages, place_stages
 from pp_patch_hf import patch_hf_model_for_pp
 from pp_schedule import (
@@ -43,7 +44,11 @@ from pp_split_hf import (
 
 
 class ParallelizeFnProtocol(Protocol):
-    """Further parallelism for one stage's module, applied in place; its return value is not used."""
+    """Further parallelism for one stage's module, applied in place.
+
+    Its return value is not used, but for a module that wraps this one, as DDP does: that is what
+    the stage then runs.
+    """
 
     def __call__(
         self,
@@ -195,9 +200,10 @@ def build_pipeline(
     # 2. Onto the device; meta parameters get their values later.
     move_stages(parts, device, config.dtype)
     # 3. Whatever else is to be done to a part, then its forward, so that the boundary is outermost.
+    run_as = []
     for part in parts:
-        if parallelize is not None:
-            parallelize(part)
+        wrapped = None if parallelize is None else parallelize(part)
+        run_as.append(wrapped if isinstance(wrapped, nn.Module) and _wraps(wrapped, part) else part)
         patch = patch_hf_model_for_pp(part, config.patch_inner_model, config.patch_causal_lm_model)
         if isinstance(loss_fn, BatchLoss):
             loss_fn.take_auxiliary_loss = (
@@ -208,9 +214,9 @@ def build_pipeline(
     num_stages = len(plan.stage_fqns)
     stages = [
         PipelineStage(
-            part, index, num_stages, device, group=group, dw_builder=_weight_backward(part)
+            wrapped, index, num_stages, device, group=group, dw_builder=_weight_backward(part)
         )
-        for part, index in zip(parts, mine, strict=True)
+        for wrapped, part, index in zip(run_as, parts, mine, strict=True)
     ]
     how = (
         config.pp_microbatch_size,
@@ -224,9 +230,15 @@ def build_pipeline(
     else:
         file = config.pp_schedule_csv
         schedule = build_pipeline_schedule(file, None if file else plan.schedule, *how)
+    keep_backwards_whole(stages, parts, schedule)
     by_stage = dict(zip(mine, parts, strict=True))
     tied = TiedParameters(plan.ties, by_stage, plan.rank_of_stage, group)
     return BuiltPipeline(plan, parts, stages, schedule, tied)
+
+
+def _wraps(wrapper: nn.Module, part: nn.Module) -> bool:
+    """Tell whether a module is another one around a stage's."""
+    return getattr(wrapper, "module", None) is part
 
 
 def _weight_backward(module: nn.Module) -> Callable[[], Callable[..., None]] | None:

@@ -86,3 +86,22 @@ def flop_counter() -> FlopCounterMode:
     )
     counter.mod_tracker = _NoModules()  # type: ignore[assignment]
     return counter
+
+
+def flattened(mesh: DeviceMesh, axes: tuple[str, ...]) -> DeviceMesh:
+    """Return axes of a mesh as one, joining them unless a mesh of these ranks is there."""
+    root = root_mesh(mesh)
+    wanted = root[axes].mesh.flatten().tolist()
+    for name, known in root._get_root_mesh()._flatten_mapping.items():
+        if known.ndim == 1 and known.mesh.flatten().tolist() == wanted and "_".join(axes) == name:
+            return known
+    return root[axes]._flatten("_".join(axes))
+
+
+def overlap_tensor_parallel(mesh: DeviceMesh) -> None:
+    """Have inductor overlap tensor-parallel communication with computation, for CUDA devices."""
+    from torch._inductor import config
+    from torch.distributed._symmetric_memory import enable_symm_mem_for_group
+
+    config._micro_pipeline_tp = True
+    enable_symm_mem_for_group(mesh.get_group().group_name)

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, fields
+
+_FACTORS = ("cp_ring_size", "cp_ulysses_size")
+_INFERRED = ("dp_size", *_FACTORS)
 
 
 @dataclass(frozen=True)
 class ParallelSizes:
     """How many ranks each kind of parallelism gets.
 
-    None, "none", 0 and -1, as YAML files write "unset", mean: infer it (`dp_size`), or 1
-    (every other size).
+    None, "none", 0 and -1, as YAML files write "unset", mean: infer it (`dp_size`, and either
+    factor of `cp_size` from the other), or 1 (every other size).
     """
 
     pp_size: int = 1
@@ -31,6 +35,13 @@ class ParallelSizes:
     ep_size: int = 1
     """Ranks that hold different experts; carved out of DP x CP (x TP), not multiplied in."""
 
+    cp_ring_size: int | None = None
+    """Factor of `cp_size`: ranks that pass keys and values around a ring."""
+
+    cp_ulysses_size: int | None = None
+    """Factor of `cp_size`: ranks that exchange sequence parts for heads (all-to-all), the
+    nearer neighbours. Both None: the axis is not split, its consumer uses all of it."""
+
     @property
     def dp_shard_size(self) -> int:
         """Ranks that shard one copy of the model; of resolved sizes only."""
@@ -50,15 +61,15 @@ class ParallelSizes:
     def resolve(self, world_size: int) -> ParallelSizes:
         """Infers what is unset and checks that the sizes fill the world.
 
-        PP x DP x CP x TP must be the world size, `dp_replicate_size` must divide DP, and EP
-        must divide DP x CP or else DP x CP x TP: experts are spread over TP ranks only where
-        DP x CP alone does not divide.
+        PP x DP x CP x TP must be the world size, `dp_replicate_size` must divide DP, the ring
+        and Ulysses factors, if given, must multiply to CP, and EP must divide DP x CP or else
+        DP x CP x TP: experts are spread over TP ranks only where DP x CP alone does not divide.
 
         Args:
             world_size: Number of ranks to lay out.
 
         Returns:
-            Sizes that are all positive integers.
+            Sizes that are all positive integers; both factors of CP are None if neither is set.
 
         Raises:
             TypeError: A size is not an integer.
@@ -69,18 +80,18 @@ class ParallelSizes:
         if wrong_type or wrong_value:
             kind = TypeError if wrong_type else ValueError
             raise kind(_listing("these sizes make no sense", wrong_type + wrong_value))
-        given = {f.name: getattr(self, f.name) for f in fields(self)}
-        sizes = {name: 1 if _is_unset(value) else value for name, value in given.items()}
-        dp_size = None if _is_unset(self.dp_size) else sizes["dp_size"]
-        rest = sizes["pp_size"] * sizes["cp_size"] * sizes["tp_size"]
-        problems = _world_problems(sizes, dp_size, rest, world_size)
-        if dp_size is None and not problems:
-            dp_size = world_size // rest
-        if dp_size is not None:
-            problems += _division_problems(sizes, dp_size)
+        given = {field.name: getattr(self, field.name) for field in fields(self)}
+        sizes = {
+            name: 1 if _is_unset(value) else value
+            for name, value in given.items()
+            if not (name in _INFERRED and _is_unset(value))
+        }
+        problems = _infer_dp(sizes, world_size) + _infer_factors(sizes)
+        if "dp_size" in sizes:
+            problems += _division_problems(sizes)
         if problems:
             raise ValueError(_listing(f"these sizes do not fit {world_size} ranks", problems))
-        return ParallelSizes(**(sizes | {"dp_size": dp_size}))
+        return ParallelSizes(**sizes)
 
     def _malformed(self, world_size: int) -> tuple[list[str], list[str]]:
         wrong_type, wrong_value = [], []
@@ -105,17 +116,19 @@ def _is_unset(value: object) -> bool:
     return value is None or (type(value) is int and value in (0, -1))
 
 
-def _world_problems(
-    sizes: dict[str, int], dp_size: int | None, rest: int, world_size: int
-) -> list[str]:
+def _infer_dp(sizes: dict[str, int], world_size: int) -> list[str]:
+    """Sets `dp_size` where it is missing; returns why the sizes do not fill the world."""
     pp, cp, tp = sizes["pp_size"], sizes["cp_size"], sizes["tp_size"]
-    if dp_size is None:
+    rest = pp * cp * tp
+    if "dp_size" not in sizes:
         if world_size % rest == 0:
+            sizes["dp_size"] = world_size // rest
             return []
         return [
             f"PP {pp} x CP {cp} x TP {tp} = {rest} does not divide the world size {world_size}, "
             f"so no dp_size fits: change one of them, or start a multiple of {rest} ranks"
         ]
+    dp_size = sizes["dp_size"]
     total = rest * dp_size
     if total == world_size:
         return []
@@ -126,11 +139,29 @@ def _world_problems(
     ]
 
 
-def _division_problems(sizes: dict[str, int], dp: int) -> list[str]:
+def _infer_factors(sizes: dict[str, int]) -> list[str]:
+    """Sets the factor of `cp_size` missing beside the other; returns why they do not fit."""
+    given = [name for name in _FACTORS if name in sizes]
+    if not given:
+        return []
+    cp, product = sizes["cp_size"], math.prod(sizes[name] for name in given)
+    if len(given) == 2 and product != cp:
+        factors = " x ".join(f"{name} {sizes[name]}" for name in given)
+        return [
+            f"{factors} = {product}, but cp_size is {cp}: set cp_size to {product}, or choose "
+            f"factors whose product is {cp}"
+        ]
+    if cp % product:
+        return [f"{given[0]} {product} does not divide cp_size {cp}: choose a divisor of {cp}"]
+    for name in _FACTORS:
+        sizes.setdefault(name, cp // product)
+    return []
+
+
+def _division_problems(sizes: dict[str, int]) -> list[str]:
     problems = []
-    replicate, cp, tp, ep = (
-        sizes[name] for name in ("dp_replicate_size", "cp_size", "tp_size", "ep_size")
-    )
+    names = ("dp_size", "dp_replicate_size", "cp_size", "tp_size", "ep_size")
+    dp, replicate, cp, tp, ep = (sizes[name] for name in names)
     if dp % replicate:
         problems.append(
             f"dp_replicate_size {replicate} does not divide DP {dp}: choose a divisor of {dp}"

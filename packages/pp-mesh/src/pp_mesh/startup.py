@@ -10,6 +10,8 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from pp_mesh.timeouts import timeout_problems
+
 _VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 _IDENTITY = _VARIABLES[:3]  # a cluster may set the address for other reasons
 
@@ -54,13 +56,13 @@ def initialize_distributed(backend: str | None = None, timeout_minutes: float = 
             group with another backend exists already.
         ValueError: An argument or variable makes no sense, or LOCAL_RANK has no CUDA device.
     """
-    if not timeout_minutes > 0:
-        raise ValueError(f"timeout_minutes={timeout_minutes} must be more than 0")
+    if problems := timeout_problems(timeout_minutes):
+        raise ValueError("; ".join(problems))
     if dist.is_initialized():
-        if backend not in (None, dist.get_backend()):
+        if backend not in (None, _backend()):
             raise RuntimeError(
                 f"backend={backend!r} was asked for, but the process group runs on "
-                f"{dist.get_backend()!r} already: call destroy_distributed() first"
+                f"{_backend()!r} already: call destroy_distributed() first"
             )
         return _describe()
     numbers = _torchrun_numbers()
@@ -120,8 +122,14 @@ def _choose_cuda_device(backend: str, local_rank: int) -> None:
     torch.cuda.set_device(local_rank)
 
 
+def _backend() -> str:
+    # A group that was made without naming a backend calls its own "undefined".
+    backend = dist.get_backend()
+    return dist.get_backend_config() if backend == "undefined" else backend
+
+
 def _describe() -> DistInfo:
-    backend, rank = dist.get_backend(), dist.get_rank()
+    backend, rank = _backend(), dist.get_rank()
     if "nccl" in backend:
         device = torch.device("cuda", torch.cuda.current_device())
     else:

@@ -26,29 +26,51 @@ def new_mesh(
     The timeout is given when a group is made: set later, gloo's collectives follow it but its
     receives, which a pipeline consists of, keep the old one.
     """
-    overrides = tuple((None, _options(device_type, timeout)) for _ in names)
+    overrides = tuple((None, _options(timeout)) for _ in names)
     return DeviceMesh(device_type, ranks, mesh_dim_names=names, backend_override=overrides)
 
 
 def flatten(mesh: DeviceMesh, axes: tuple[str, ...], name: str, timeout: timedelta | None) -> None:
     """Makes `mesh[name]` the one-dimensional mesh over the axes; mesh is not a slice."""
+    options = _options(timeout)
     if mesh.get_coordinate() is not None:
-        options = _options(mesh.device_type, timeout)
         mesh[axes]._flatten(name, backend_override=options)
         return
-    # Torch cannot slice on a rank outside the mesh, yet every rank must make every group.
-    chosen = [mesh.mesh_dim_names.index(axis) for axis in axes] if mesh.mesh_dim_names else []
-    others = [dim for dim in range(mesh.ndim) if dim not in chosen]
-    rows = mesh.mesh.permute(*others, *chosen).flatten(len(others)).flatten(0, -2)
-    for row in rows.tolist():
-        dist.new_group(row, timeout=timeout)
+    # Torch cannot slice on a rank outside the mesh, yet every rank must make every group, and
+    # make it the way the members do.
+    inside: Any = mesh
+    names = mesh.mesh_dim_names or ()
+    layout = type(inside._layout)([inside._layout[names.index(axis)] for axis in axes])
+    whole = type(layout)([layout.collapse()])
+    inside._init_process_groups(whole, inside._rank_map, (name,), ((None, options),))
 
 
-def _options(device_type: str, timeout: timedelta | None) -> Any:
+def axis_size(mesh: DeviceMesh, name: str) -> int | None:
+    """Returns the size of an axis, flattened ones too; None where the mesh does not have it."""
+    names = mesh.mesh_dim_names or ()
+    if name in names:
+        return mesh.size(names.index(name))
+    flattened = _flattened(mesh).get(name)
+    return None if flattened is None else flattened.size()
+
+
+def whole_axis(mesh: DeviceMesh) -> str | None:
+    """Returns the name of an axis or flattened axis that has all ranks of the mesh, if any."""
+    names = (*(mesh.mesh_dim_names or ()), *_flattened(mesh))
+    return next((name for name in names if axis_size(mesh, name) == mesh.size()), None)
+
+
+def _flattened(mesh: DeviceMesh) -> dict[str, DeviceMesh]:
+    # Torch warns when a flattened axis is taken by its name.
+    mapping: dict[str, DeviceMesh] = mesh._flatten_mapping
+    return mapping
+
+
+def _options(timeout: timedelta | None) -> Any:
     # A new object for each axis: torch writes the group's name and ranks into it.
     if timeout is None or dist.get_backend() == "fake":
         return None
-    if device_type == "cuda" and "nccl" in dist.get_backend():
+    if "nccl" in dist.get_backend_config():  # on CPU meshes too: NCCL takes no other options
         nccl: Any = dist
         options = nccl.ProcessGroupNCCL.Options()
         options._timeout = timeout
