@@ -110,6 +110,12 @@ def oldest(session: nox.Session) -> None:
 
 
 @nox.session(venv_backend="none", default=False)
+def gpu(session: nox.Session) -> None:
+    """What only a GPU can show, in under six minutes."""
+    session.run("python", "-m", "pytest", "-q", "-m", "gpu", "tests_integration/gpu")
+
+
+@nox.session(venv_backend="none", default=False)
 def bench(session: nox.Session) -> None:
     """Figures of this machine; nothing is asserted."""
     session.run("torchrun", "--nproc-per-node=2", "benchmarks/build.py", *session.posargs)
@@ -118,6 +124,9 @@ def bench(session: nox.Session) -> None:
     session.run("torchrun", "--nproc-per-node=2", "benchmarks/recorder.py", *session.posargs)
     session.run("python", "benchmarks/actions.py", *session.posargs)
     session.run("python", "benchmarks/simulator.py", *session.posargs)
+    session.run("python", "benchmarks/planner.py", *session.posargs)
+    session.run("python", "benchmarks/regret.py", *session.posargs)
+    session.run("python", "benchmarks/bufferpool.py", *session.posargs)
 
 
 @nox.session(venv_backend="none", default=False)

@@ -9,11 +9,18 @@ from batches import make_batch
 from harness import RankPool
 from oracle import MAX_NORM, Run, make_optimizer, named, token_mean, token_sum
 from tiny_models import tiny_model
+from tiny_vlms import VisionCase
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
 from pp_autopipeline import AutoPipeline, ParallelSizes, clip_grad_norm
-from pp_autopipeline.parallelize import DistributedSetup, FSDP2Config
+from pp_autopipeline.parallelize import (
+    DDPConfig,
+    DistributedSetup,
+    FSDP2Config,
+    MultimodalDistributedConfig,
+)
 from pp_split_hf import find_layout, plan_stage_fqns
 
 AS_IT_IS = MixedPrecisionPolicy()
@@ -228,3 +235,121 @@ def test_context_parallel(
     ranks: RankPool, schedule: str, counts: tuple[int, ...], family: str
 ) -> None:
     check(ranks, Mixed({"pp_size": 2, "cp_size": 2}, schedule, counts, family), 4)
+
+
+# --- dtypes, compiling, and without a pipeline
+
+
+def test_bfloat16_stays_within_its_own_bound(ranks: RankPool) -> None:
+    """FSDP2's default policy: computing in bfloat16, reducing in float32."""
+    case = Mixed({"pp_size": 2, "dp_size": 2}, config={"mp_policy": None})
+    wanted = run_alone(case, 2)
+    for run in ranks.run(4, run_mixed, case):
+        assert run.losses == pytest.approx(wanted.losses, rel=2e-2)
+        assert run.norms == pytest.approx(wanted.norms, rel=5e-2)
+        for name, gradient in run.gradients.items():
+            reference = wanted.gradients[name]
+            assert (gradient - reference).norm() <= 0.05 * reference.norm(), name
+
+
+def test_layers_are_compiled(ranks: RankPool) -> None:
+    config = {"enable_compile": True, "activation_checkpointing": True}
+    # Norms compute in float32, which a compiler may order otherwise.
+    check(ranks, Mixed({"pp_size": 2}, "1f1b", (1, 1), config=config), 2, rtol=1e-5)
+
+
+def replicated(settings: dict[str, Any]) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Two accumulated steps under DDP, without a pipeline."""
+    setup = DistributedSetup.build(DDPConfig(**settings), device_type="cpu")
+    model = tiny_model("llama", 3, torch.float64)
+    if setup.device_mesh["dp"].get_local_rank() == 1:
+        torch.nn.init.zeros_(model.get_parameter("lm_head.weight"))  # rank 0's is sent to all
+    ap = AutoPipeline(
+        **setup.pipeline_axes, pp_microbatch_size=2, pp_batch_size=ROWS
+    ).build(model, loss_fn=token_mean, parallelize_fn=setup.parallelize_fn)  # fmt: skip
+    assert isinstance(ap.info.stages[0].submod, DistributedDataParallel)
+    losses = []
+    replica = setup.device_mesh["dp"].get_local_rank()
+    for step in range(2):
+        batch = make_batch("uneven", 2 * ROWS, 5 + step)
+        mine = {k: v[ROWS * replica : ROWS * (replica + 1)] for k, v in batch.items()}
+        loss = ap.step(**mine).loss
+        assert loss is not None
+        losses.append(loss.item())
+    gradients = {n: p.grad.clone() for n, p in ap.parts[0].named_parameters() if p.grad is not None}
+    return losses, gradients
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"bucket_cap_mb": 0.001, "gradient_as_bucket_view": True, "broadcast_buffers": True}],
+)
+def test_replicas_without_a_pipeline(ranks: RankPool, settings: dict[str, Any]) -> None:
+    model = tiny_model("llama", 3, torch.float64)
+    wanted = []
+    for step in range(2):
+        batch = make_batch("uneven", 2 * ROWS, 5 + step)
+        target = batch.pop("target")
+        loss = token_mean(model(**batch, use_cache=False).logits, target)
+        loss.backward()
+        wanted.append(loss.item())
+    for losses, gradients in ranks.run(2, replicated, settings):
+        assert losses == pytest.approx(wanted, rel=1e-9)
+        assert gradients.keys() == dict(model.named_parameters()).keys()
+        for name, p in model.named_parameters():
+            torch.testing.assert_close(gradients[name], p.grad, rtol=1e-9, atol=1e-12)
+
+
+# --- vision-language models
+
+
+def frozen_tower(mode: str, checkpointing: bool) -> tuple[float, dict[str, torch.Tensor], int]:
+    """Loss, gradients and the whole parameters of a first stage whose vision tower is frozen."""
+    case = VisionCase("llava", "1f1b", (1, 1), "images")
+    config = FSDP2Config(
+        mp_policy=AS_IT_IS,
+        multimodal=MultimodalDistributedConfig(mode),  # type: ignore[arg-type]
+        activation_checkpointing=checkpointing,
+        activation_checkpointing_scope="vision" if mode == "root" else "all",
+    )
+    setup = DistributedSetup.build(config, ParallelSizes(pp_size=2, dp_size=2), device_type="cpu")
+    model = case.model()
+    freeze_tower(model)
+    ap = AutoPipeline(
+        **setup.pipeline_axes, pp_microbatch_size=2, pp_batch_size=8, layers_per_stage=1
+    ).build(model, loss_fn=token_mean, parallelize_fn=setup.parallelize_fn)
+    loss = ap.step(**case.inputs(5)).loss  # the same on both replicas
+    assert loss is not None
+    pairs = [(n, p) for part in ap.parts for n, p in named(part)]
+    plain = sum(not isinstance(p, DTensor) for _, p in pairs)
+    return loss.item(), {n: whole(p.grad) for n, p in pairs if p.grad is not None}, plain
+
+
+def freeze_tower(model: torch.nn.Module) -> None:
+    for name, parameter in model.named_parameters():
+        if "vision_tower" in name:
+            parameter.requires_grad_(False)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("mode", ["root", "per_layer", "replicate"])
+def test_frozen_towers(ranks: RankPool, mode: str, checkpointing: bool) -> None:
+    case = VisionCase("llava", "1f1b", (1, 1), "images")
+    model = case.model()
+    freeze_tower(model)
+    batch = case.inputs(5)
+    target = batch.pop("target")
+    wanted = token_mean(model(**batch, use_cache=False).logits, target)
+    wanted.backward()
+    references = {n: p.grad for n, p in named(model) if p.grad is not None}
+    tower = sum("vision_tower" in name for name, _ in model.named_parameters())
+    found: dict[str, torch.Tensor] = {}
+    for rank, (loss, gradients, plain) in enumerate(
+        ranks.run(4, frozen_tower, mode, checkpointing)
+    ):
+        assert loss == pytest.approx(wanted.item(), rel=1e-9)
+        assert plain == (tower if mode == "replicate" and rank < 2 else 0)
+        found |= gradients
+        for name, gradient in gradients.items():
+            torch.testing.assert_close(gradient, references[name], rtol=1e-9, atol=1e-12)
+    assert found.keys() == references.keys()

@@ -216,7 +216,16 @@ class AutoPipeline(PipelineReports):
         """
         assert isinstance(self.device, torch.device)
         loss_fn = loss_fn or self._loss_fn
-        plan = plan_pipeline(model, self.world_mesh, self.pp_axis_name, self._config, self.balance)
+        axes = self._axes()
+        compute_dtype = getattr(parallelize_fn, "compute_dtype", None)
+        plan = plan_pipeline(
+            model,
+            self.world_mesh,
+            self.pp_axis_name,
+            self._config,
+            self.balance,
+            compute_dtype(**axes) if callable(compute_dtype) else compute_dtype,
+        )
         rules = BatchRules.of(model, plan.layout)
         batch_loss = None
         if loss_fn is not None:
@@ -237,16 +246,7 @@ class AutoPipeline(PipelineReports):
             replace(self._config, scale_grads_in_schedule=False),
             loss_fn=batch_loss,
             device=self.device,
-            parallelize=bind_parallelize_fn(
-                parallelize_fn,
-                world_mesh=self.world_mesh,
-                moe_mesh=self.moe_mesh,
-                dp_axis_names=self.dp_axis_names,
-                cp_axis_name=self.cp_axis_name,
-                tp_axis_name=self.tp_axis_name,
-                ep_axis_name=self.ep_axis_name,
-                ep_shard_axis_names=self.ep_shard_axis_names,
-            ),
+            parallelize=bind_parallelize_fn(parallelize_fn, **axes),
         )
         self._execution = Execution(
             self._built,
@@ -476,6 +476,18 @@ class AutoPipeline(PipelineReports):
     def recv_buffer_pool(self) -> RecvBufferPool | None:
         """The pool, if there is one."""
         return self._pool
+
+    def _axes(self) -> dict[str, Any]:
+        """Meshes and axes, as `parallelize_fn` takes them."""
+        return {
+            "world_mesh": self.world_mesh,
+            "moe_mesh": self.moe_mesh,
+            "dp_axis_names": self.dp_axis_names,
+            "cp_axis_name": self.cp_axis_name,
+            "tp_axis_name": self.tp_axis_name,
+            "ep_axis_name": self.ep_axis_name,
+            "ep_shard_axis_names": self.ep_shard_axis_names,
+        }
 
     def _require(self) -> BuiltPipeline:
         if self._built is None:

@@ -114,10 +114,12 @@ def plan_pipeline(
     pp_axis_name: str,
     config: PipelineConfig,
     balance: BalanceBy = "layers",
+    compute_dtype: torch.dtype | None = None,
 ) -> PipelinePlan:
     """Decide which modules are on which stage and which stage on which rank.
 
-    Every rank decides alike.
+    Every rank decides alike. `compute_dtype` is what stages compute in, if it is not the dtype of
+    their parameters.
 
     Raises:
         ValueError: Listing everything about mesh, schedule, sizes, model and plan that is wrong.
@@ -129,7 +131,7 @@ def plan_pipeline(
     # 1. How the model is laid out.
     layout = None
     try:
-        layout = find_layout(model, config.dtype)
+        layout = find_layout(model, compute_dtype or config.dtype)
     except (ValueError, RuntimeError) as error:
         problems += check_pipeline_support(model) or [str(error)]
     # 2. What the schedule wants.
@@ -205,6 +207,8 @@ def build_pipeline(
         wrapped = None if parallelize is None else parallelize(part)
         run_as.append(wrapped if isinstance(wrapped, nn.Module) and _wraps(wrapped, part) else part)
         patch = patch_hf_model_for_pp(part, config.patch_inner_model, config.patch_causal_lm_model)
+        if parallelize is not None:
+            _send_what_is_expected(part)
         if isinstance(loss_fn, BatchLoss):
             loss_fn.take_auxiliary_loss = (
                 patch.take_auxiliary_loss
@@ -234,6 +238,26 @@ def build_pipeline(
     by_stage = dict(zip(mine, parts, strict=True))
     tied = TiedParameters(plan.ties, by_stage, plan.rank_of_stage, group)
     return BuiltPipeline(plan, parts, stages, schedule, tied)
+
+
+def _send_what_is_expected(module: nn.Module) -> None:
+    """Have a part's outputs in the dtypes that the next stage has memory for.
+
+    Autocast and mixed precision compute in others than the trace of the model has shown.
+    """
+    part = stage_part(module)
+    assert part is not None
+    if part.is_last:
+        return
+    dtypes = [slot.shape.dtype for slot in part.layout.trace.crossings[part.end_layer].slots]
+
+    def cast(module: nn.Module, inputs: Any, output: Any) -> Any:
+        if isinstance(output, torch.Tensor):
+            return output.to(dtypes[0])
+        pairs = zip(output, dtypes, strict=True)
+        return tuple(each.to(dtype) if torch.is_tensor(each) else each for each, dtype in pairs)
+
+    module.register_forward_hook(cast)
 
 
 def _wraps(wrapper: nn.Module, part: nn.Module) -> bool:

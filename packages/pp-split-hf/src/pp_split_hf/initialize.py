@@ -3,15 +3,18 @@
 import copy
 import zlib
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from transformers.initialization import guard_torch_init_functions
 
 from pp_split_hf.dtypes import cast_dtypes
 from pp_split_hf.prune import stage_part
 from pp_split_hf.torch_private import (
+    local_region,
     replace_buffers,
     replace_parameters,
     replace_tensors,
@@ -72,10 +75,27 @@ def initialize_stage_weights(
             if own and own <= done:
                 continue  # a tied weight has the values of its first module
             torch.manual_seed(zlib.crc32(f"{seed}:{fqn}".encode()))
-            model._init_weights(module)
+            with _whole_parameters(module):
+                model._init_weights(module)
             done |= own
     for name, table in tables.items():
         _check_filled(name, table)
+
+
+@contextmanager
+def _whole_parameters(module: nn.Module) -> Iterator[None]:
+    """Have a module's sharded parameters whole, one module at a time; then keep this rank's shards."""
+    shards = {n: p for n, p in module.named_parameters(recurse=False) if isinstance(p, DTensor)}
+    own = vars(module)["_parameters"]
+    for name, shard in shards.items():
+        device = shard.to_local().device
+        own[name] = nn.Parameter(torch.empty(shard.shape, dtype=shard.dtype, device=device))
+    try:
+        yield
+    finally:
+        for name, shard in shards.items():
+            shard.to_local().copy_(own[name][local_region(shard)])
+            own[name] = shard
 
 
 @torch.no_grad()

@@ -99,6 +99,20 @@ class Parallelize:
         shard_stage(model, mesh, self.strategy, in_pipeline)
         return model
 
+    def compute_dtype(
+        self,
+        world_mesh: DeviceMesh,
+        *,
+        dp_axis_names: tuple[str, ...],
+        cp_axis_name: str | None = None,
+        **others: Any,
+    ) -> torch.dtype | None:
+        """Return what stages compute in, and so send, if that is not their parameters' dtype."""
+        if not isinstance(self.strategy, FSDP2Config) or self.strategy.mp_policy is None:
+            return None
+        is_sharded = data_mesh(world_mesh, dp_axis_names, cp_axis_name) is not None
+        return self.strategy.mp_policy.param_dtype if is_sharded else None
+
     def _experts(
         self, part: nn.Module, ep: DeviceMesh | None, tp: DeviceMesh | None, world: DeviceMesh
     ) -> list[nn.Module]:

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -71,6 +72,9 @@ def shard_stage(part: nn.Module, mesh: DeviceMesh, config: FSDP2Config, in_pipel
         kept = {p for module in _frozen_encoders(part) for p in module.parameters()}
     for odd in _of_other_dtypes(part):
         fully_shard(odd, mesh=mesh, reshard_after_forward=config.reshard_after_forward, **policies)
+    if config.mp_policy is not None:
+        # What comes from another stage, or from a first stage's own keywords.
+        policies["mp_policy"] = replace(config.mp_policy, cast_forward_inputs=True)
     fully_shard(
         part,
         mesh=mesh,
