@@ -10,6 +10,7 @@ nox.needs_version = ">=2026.10"
 nox.options.default_venv_backend = "uv"
 
 ROOT = Path(__file__).parent
+TWO_WORKERS = ("-n", "2", "--dist", "worksteal")  # much of a test is waiting, for imports and ranks
 PACKAGES = sorted(path.name for path in (ROOT / "packages").iterdir())
 SOURCES = [f"packages/{name}/src" for name in PACKAGES]
 
@@ -42,13 +43,13 @@ def tests(session: nox.Session, package: str) -> None:
     (wheel,) = dist.glob(f"{module}-*.whl")
     extras = "[plot]" if package == "pp-schedule" else ""
     session.install(
-        f"{package}{extras} @ file://{wheel}", "pytest", "--find-links", str(dist),
+        f"{package}{extras} @ file://{wheel}", "pytest", "pytest-xdist", "--find-links", str(dist),
         "-c", str(constraints(session)),
     )  # fmt: skip
     # Away from the sources, so that what is imported is what was installed.
     with session.chdir(tempfile.mkdtemp()):
         session.run(
-            "python", "-m", "pytest", "-q", "-c", str(ROOT / "pyproject.toml"), "-p",
+            "python", "-m", "pytest", "-q", *TWO_WORKERS, "-c", str(ROOT / "pyproject.toml"), "-p",
             "no:cacheprovider", str(ROOT / "packages" / package / "tests"), *session.posargs,
         )  # fmt: skip
 
@@ -57,7 +58,7 @@ def tests(session: nox.Session, package: str) -> None:
 def integration(session: nox.Session) -> None:
     """Several ranks, several packages; parity has a session of its own."""
     session.run(
-        "python", "-m", "pytest", "-q", "tests_integration", "--durations=5",
+        "python", "-m", "pytest", "-q", *TWO_WORKERS, "tests_integration", "--durations=10",
         "--ignore=tests_integration/test_parity.py",
         "--ignore=tests_integration/test_architectures.py",
         "--ignore=tests_integration/test_stored.py", *session.posargs,
@@ -73,8 +74,8 @@ def parity(session: nox.Session) -> None:
     tests = ["tests_integration/test_architectures.py", "tests_integration/test_stored.py"]
     if "--all" not in session.posargs:
         session.run(
-            "python", "-m", "pytest", "-q", "tests_integration/test_parity.py", *tests,
-            *session.posargs,
+            "python", "-m", "pytest", "-q", *TWO_WORKERS, "tests_integration/test_parity.py",
+            *tests, *session.posargs,
         )  # fmt: skip
         return
     found = tempfile.mkdtemp()
@@ -92,7 +93,9 @@ def parity(session: nox.Session) -> None:
 @nox.session(venv_backend="none")
 def docs(session: nox.Session) -> None:
     """Every example in docs and READMEs runs, every link leads somewhere."""
-    session.run("python", "-m", "pytest", "-q", "docs", "--durations=5", *session.posargs)
+    session.run(
+        "python", "-m", "pytest", "-q", *TWO_WORKERS, "docs", "--durations=5", *session.posargs
+    )
 
 
 @nox.session(default=False)
