@@ -236,7 +236,7 @@ def test_numbers_are_the_same_to_the_bit(
         # As few slots as the order allows, and nobody holds one for longer than it says.
         assert stats.buffers == wanted > 0
         assert stats.fallbacks == 0
-        assert stats.bytes == stats.buffers * 512  # 2 x 6 x 8 numbers, and alignment
+        assert stats.bytes == stats.buffers * ROWS * 6 * DIM * 4
         assert stats.peak_live == stats.buffers
 
 
@@ -480,6 +480,11 @@ def bad_slack() -> None:
     install_recv_buffer_pool(pipeline.stages, pipeline.schedule, slack=-1)
 
 
+def another_schedules_stages() -> None:
+    first, second = Pipeline(num_microbatches=1), Pipeline(num_microbatches=1)
+    install_recv_buffer_pool(first.stages, second.schedule)
+
+
 def no_stages() -> None:
     install_recv_buffer_pool([], Pipeline(num_microbatches=1).schedule)
 
@@ -497,6 +502,7 @@ def another_torch() -> None:
         (wrapped_since, "RuntimeError", "forward_one_chunk of its stages were replaced after"),
         (bad_slack, "ValueError", "slack=-1 must be an int of at least 0"),
         (no_stages, "ValueError", "stages is empty"),
+        (another_schedules_stages, "ValueError", "[0], are not this schedule's, which are [0]"),
         (another_torch, "RuntimeError", "has no PipelineStage.grad_recv_info, without which"),
     ],
 )

@@ -197,6 +197,46 @@ TOGETHER = {
     "dp x cp, experts over both": ({"dp_size": 2, "cp_size": 2, "ep_size": 4}, "mixtral"),
     "pp x cp, experts over cp": ({"pp_size": 2, "cp_size": 2, "ep_size": 2}, "mixtral"),
 }
+TIED = {"tie_word_embeddings": True}
+
+
+@pytest.mark.parametrize("axes", ["dp x tp", "dp x cp", "pp x tp", "pp x dp", "pp x cp"])
+def test_tied_weights(ranks: RankPool, axes: str) -> None:
+    """On one stage, or on the first and the last."""
+    sizes = {f"{axis}_size": 2 for axis in axes.split(" x ")}
+    counts = (2, 1) if "pp_size" in sizes else (3,)
+    check(ranks, Mixed(sizes, "1f1b", counts, overrides={**TIED, "num_key_value_heads": 4}), 4)
+
+
+def residual_stream() -> list[torch.dtype]:
+    """What layers get under autocast with a residual stream of float32."""
+    policy = MixedPrecisionPolicy(
+        torch.bfloat16, torch.float32, output_dtype=torch.float32, cast_forward_inputs=False
+    )
+    config = FSDP2Config(mp_policy=policy, autocast_dtype=torch.bfloat16)
+    sizes = ParallelSizes(pp_size=2, dp_size=2)
+    setup = DistributedSetup.build(config, sizes, device_type="cpu")
+    ap = AutoPipeline(
+        **setup.pipeline_axes, pp_microbatch_size=2, pp_batch_size=ROWS
+    ).build(
+        tiny_model("llama", 2, torch.float32),
+        loss_fn=token_mean,
+        parallelize_fn=setup.parallelize_fn,
+    )  # fmt: skip
+    seen: list[torch.dtype] = []
+    for module in ap.parts[0].modules():
+        if type(module).__name__.endswith("LlamaDecoderLayer"):
+            module.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].dtype))
+    loss = ap.step(**make_batch("plain", ROWS, 5)).loss
+    assert loss is not None
+    assert loss.item() == pytest.approx(4.2, abs=0.5)
+    return seen
+
+
+def test_a_residual_stream_in_float32_stays_so_over_stages(ranks: RankPool) -> None:
+    for seen in ranks.run(4, residual_stream):
+        assert seen
+        assert set(seen) == {torch.float32}
 
 
 @pytest.mark.parametrize("axes", TOGETHER)

@@ -22,6 +22,7 @@ from pp_autopipeline.parallelize import (
     MoEParallelizerConfig,
     MultimodalDistributedConfig,
     MultimodalVisionConfig,
+    parallelize_fn,
 )
 from pp_autopipeline.parallelize.config import STRATEGIES
 
@@ -44,7 +45,8 @@ def alone() -> Iterator[None]:
 def tiny(**overrides: Any) -> LlamaForCausalLM:
     config = LlamaConfig(
         vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=2,
-        num_attention_heads=4, num_key_value_heads=2, bos_token_id=1, eos_token_id=2, **overrides
+        num_attention_heads=4, bos_token_id=1, eos_token_id=2,
+        **{"num_key_value_heads": 2, **overrides},
     )  # fmt: skip
     return LlamaForCausalLM(config).double()
 
@@ -198,6 +200,8 @@ def test_every_strategy_has_a_name() -> None:
         ({"cp_size": 4}, {}, {}, ["num_key_value_heads=2 is not a multiple of cp_size=4"]),
         ({"cp_size": 2, "tp_size": 2}, {}, {}, ["num_key_value_heads=2 is not a multiple of cp_size=2 x tp_size=2"]),
         ({"cp_size": 2, "tp_size": 2}, {"sequence_parallel": True}, {}, ["both share the sequence"]),
+        ({"tp_size": 4, "ep_size": 2}, {}, {"num_key_value_heads": 4}, ["ep_size=2 covers 2 of the tp_size=4"]),
+        ({"dp_size": 2, "ep_size": 2}, {"activation_checkpointing": "selective"}, {}, ["'selective' does not go with ep_size=2"]),
     ],
 )  # fmt: skip
 def test_what_does_not_fit_a_model(
@@ -209,12 +213,25 @@ def test_what_does_not_fit_a_model(
     dist.init_process_group("fake", rank=0, world_size=world_size)
     try:
         strategy = FSDP2Config(**config)
-        setup = DistributedSetup.build(strategy, ParallelSizes(**sizes), device_type="cpu")
-        with pytest.raises(ValueError, match="impossible") as error:
-            build(setup, tiny(**overrides))
+
+        def make() -> None:
+            build(
+                DistributedSetup.build(strategy, ParallelSizes(**sizes), device_type="cpu"), model
+            )
+
+        model = tiny(**overrides)
+        with pytest.raises(ValueError, match=r"impossible|covers") as error:
+            make()
         assert all(word in str(error.value) for word in words)
     finally:
         dist.destroy_process_group()
+
+
+def test_a_callback_refuses_what_a_setup_does(fake_ranks: None) -> None:
+    mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("pp", "dp"))
+    ap = AutoPipeline(mesh, pp_batch_size=4, loss_reduction="mean")
+    with pytest.raises(ValueError, match="DDPConfig does not go with a pipeline: pp_size is 2"):
+        ap.build(tiny(), loss_fn=lambda x, y: x.sum(), parallelize_fn=parallelize_fn(DDPConfig()))
 
 
 def test_ring_attention_is_refused(fake_ranks: None) -> None:

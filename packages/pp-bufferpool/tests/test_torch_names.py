@@ -10,7 +10,14 @@ from torch import nn
 from torch.distributed.pipelining import PipelineStage
 
 from pp_bufferpool import install_recv_buffer_pool, torch_private
+from pp_bufferpool.stage_methods import StageMethods
 from pp_schedule import build_pipeline_schedule
+
+OURS = (
+    "_set_up_forward", "_set_up_backward", "_post_forward", "_post_backward", "_take_forward",
+    "_take_backward", "_take_local_gradients", "_run_forward", "_run_backward",
+    "_run_weight_backward",
+)  # fmt: skip
 
 
 @pytest.fixture
@@ -21,7 +28,9 @@ def stage() -> Iterator[PipelineStage]:
 
 
 def test_every_name_is_there(stage: PipelineStage) -> None:
-    assert torch_private.missing_names(stage) == []
+    for name in ("1f1b", "gpipe"):
+        schedule = build_pipeline_schedule(None, name, 1, 4, [stage], nn.functional.mse_loss)
+        assert torch_private.missing_names(stage, schedule) == []
 
 
 def test_torch_calls_the_methods_as_before() -> None:
@@ -38,6 +47,8 @@ def test_torch_calls_the_methods_as_before() -> None:
     }
     for name, parameters in wanted.items():
         assert list(inspect.signature(getattr(PipelineStage, name)).parameters) == parameters, name
+        ours = getattr(StageMethods, OURS[torch_private.STAGE_METHODS.index(name)])
+        assert list(inspect.signature(ours).parameters) == parameters, name
     assert {*wanted, "forward_one_chunk"} == set(torch_private.STAGE_METHODS)
 
 

@@ -172,8 +172,8 @@ class Execution:
         # 3. The loss must know the whole target before the first microbatch.
         if self.has_last and target is not None:
             assert self.batch_loss is not None
-            self.batch_loss.begin(target, num_microbatches)
             target = target.to(self.device, non_blocking=True)
+            self.batch_loss.begin(target, num_microbatches)
             if target.dtype in (torch.int32, torch.int16, torch.int8):
                 target = target.long()  # torch's losses want no narrower labels
         # 4. The schedule.

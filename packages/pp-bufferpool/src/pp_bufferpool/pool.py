@@ -81,12 +81,11 @@ class RecvBufferPool:
     @property
     def poison(self) -> bool:
         """Whether slots are filled with NaN as soon as nobody holds them."""
-        return any(methods.poison for methods in self._methods)
+        return self._shelf.poison
 
     @poison.setter
     def poison(self, on: bool) -> None:
-        for methods in self._methods:
-            methods.poison = on
+        self._shelf.poison = on
 
     def stats(self) -> PoolStats:
         """Return counts and sizes as of now."""
@@ -120,7 +119,7 @@ class RecvBufferPool:
         for methods in self._methods:
             methods.remove()
         self._methods = []
-        self._shelf.slots = []
+        self._shelf.clear()
 
 
 def install_recv_buffer_pool(
@@ -140,9 +139,10 @@ def install_recv_buffer_pool(
         The pool; `stats()` tells what it holds, `uninstall()` ends it.
 
     Raises:
-        ValueError: If `slack` is not an int of at least 0, `stages` is empty, or a stage has a pool
-            already.
-        RuntimeError: If the installed torch keeps its buffers in a way that is not known here.
+        ValueError: If `slack` is not an int of at least 0, `stages` are not those of the schedule,
+            or a stage has a pool already.
+        RuntimeError: If receives are under way, or the installed torch keeps its buffers in a way
+            that is not known here.
     """
     check_slack(slack)
     if not stages:
@@ -152,12 +152,25 @@ def install_recv_buffer_pool(
         raise ValueError(
             f"stages {taken} have a receive pool already: call uninstall() on that pool first"
         )
-    missing = torch_private.missing_names(stages[0])
+    of_schedule = torch_private.stages_of(schedule)
+    if sorted(map(id, stages)) != sorted(map(id, of_schedule)):
+        given = [stage.stage_index for stage in stages]
+        raise ValueError(
+            f"the stages given, {given}, are not this schedule's, which are "
+            f"{[stage.stage_index for stage in of_schedule]}: give each of those once"
+        )
+    missing = sorted({n for s in stages for n in torch_private.missing_names(s, schedule)})
     if missing:
         raise RuntimeError(
             f"torch {version('torch')} has no {', '.join(missing)}, without which receives cannot "
             "be pooled; the pool was read against torch 2.13 to 2.15. Leave it out: it changes "
             "memory, never a result"
+        )
+    busy = [s.stage_index for s in stages if not StageMethods.is_between_steps(s)]
+    if busy:
+        raise RuntimeError(
+            f"stages {busy} have receives under way, or had when a step failed: install a pool "
+            "between steps, and after a failed step make stages and schedule anew"
         )
     return RecvBufferPool(stages, schedule, slack)
 

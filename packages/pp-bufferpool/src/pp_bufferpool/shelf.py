@@ -32,11 +32,16 @@ class Shelf:
         self._lifetimes, self._slack, self._device = lifetimes, slack, device
         self._slot_of: dict[Key, Slot] = {}
         self._planned = False
+        self.poison = False
+
+    def clear(self) -> None:
+        """Let go of all memory."""
+        self.slots, self._slot_of, self._planned = [], {}, False
 
     def set_layout(self, stage_index: int, direction: Direction, layout: Layout) -> None:
         """Say what a stage receives from one side, once or again."""
         owner = stage_index, direction
-        if owner not in self.layouts or self.layouts[owner].nbytes != layout.nbytes:
+        if owner not in self.layouts or self.layouts[owner].sizes != layout.sizes:
             self._planned = False
         self.layouts[owner] = layout
 
@@ -44,9 +49,11 @@ class Shelf:
         """Return tensors for a receive that nobody else holds."""
         layout = self.layouts[key[0], key[1]]
         if not layout.num_tensors:
-            return layout.tensors(None)
+            return [None for _ in layout.examples]
         if not self._planned:
             self._plan()
+        if self.poison:
+            self.poison_free_slots()
         tensors = self._free_slot(key, layout).lend(layout)
         example = next(tensor for tensor in tensors if tensor is not None)
         self.meter.enter()
@@ -57,9 +64,10 @@ class Shelf:
         planned = self._slot_of.get(key)
         if planned is not None and planned.is_free:
             return planned
-        for slot in self.slots:
-            if slot.fits(layout.nbytes) and slot.is_free:
-                return slot
+        # The smallest that will do: a larger one is another receive's.
+        fitting = [slot for slot in self.slots if slot.fits(layout) and slot.is_free]
+        if fitting:
+            return min(fitting, key=lambda slot: slot.nbytes)
         self.meter.fallbacks += 1
         # Whoever holds the slot's memory keeps it, and the slot gets new one.
         return planned or Slot(self._device, self.meter)

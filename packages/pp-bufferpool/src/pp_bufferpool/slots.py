@@ -2,50 +2,33 @@
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
 from pp_bufferpool import torch_private
 
-_ALIGNMENT = 512  # bytes, as CUDA's allocator has it; kernels are compiled for it
-
 
 class Layout:
-    """Where the tensors of one receive lie in a slot.
+    """The tensors of one receive.
 
     Args:
         examples: What is received, on the meta device; None where nothing is.
     """
 
     def __init__(self, examples: Sequence[torch.Tensor | None]) -> None:
-        self._examples = examples
-        self._offsets = []
-        end = 0
-        for example in examples:
-            self._offsets.append(end)
-            if example is not None:
-                end += -example.untyped_storage().nbytes() // _ALIGNMENT * -_ALIGNMENT
-        self.nbytes = end
+        self.examples = examples
+        self.sizes = [0 if e is None else e.untyped_storage().nbytes() for e in examples]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(self.sizes)
 
     @property
     def num_tensors(self) -> int:
         """Number of tensors."""
-        return sum(example is not None for example in self._examples)
-
-    def tensors(self, storage: torch.UntypedStorage | None) -> list[torch.Tensor | None]:
-        """Return new tensors of this layout in some memory; none is needed for no tensors.
-
-        They are leaves that know nothing of earlier ones: neither their graphs nor their versions.
-        """
-        return [
-            None
-            if example is None or storage is None
-            else torch.empty(0, dtype=example.dtype, device=storage.device).set_(
-                storage, offset // example.itemsize, example.shape, example.stride()
-            )
-            for example, offset in zip(self._examples, self._offsets, strict=True)
-        ]
+        return sum(example is not None for example in self.examples)
 
 
 @dataclass
@@ -74,18 +57,38 @@ class Meter:
 
 
 @dataclass
+class Block:
+    """Memory for one tensor."""
+
+    storage: torch.UntypedStorage
+    own_references: int = 0
+
+    @property
+    def is_free(self) -> bool:
+        """Whether nobody else holds the memory."""
+        return self.references() == self.own_references
+
+    def references(self) -> int:
+        """Return how many hold the memory.
+
+        Tensors are counted by the storage itself; who asked a tensor for its storage has a
+        reference to this very Python object.
+        """
+        return torch_private.use_count(self.storage) + sys.getrefcount(self.storage)
+
+
+@dataclass
 class Slot:
-    """Memory for one receive at a time."""
+    """Memory for one receive at a time, a block for each of its tensors."""
 
     device: torch.device
     meter: Meter
-    _storage: torch.UntypedStorage | None = None
-    _own_references: int = 0
+    _blocks: list[Block | None] = field(default_factory=list)
 
     @property
     def nbytes(self) -> int:
         """Bytes of memory, 0 before the first loan."""
-        return 0 if self._storage is None else self._storage.nbytes()
+        return sum(block.storage.nbytes() for block in self._blocks if block is not None)
 
     @property
     def is_free(self) -> bool:
@@ -94,30 +97,49 @@ class Slot:
         Whoever may still read a receive holds it: the operation that fills it, a graph that saved
         it, a send of it, a module or hook that kept a view of it.
         """
-        return self._storage is None or self._references() == self._own_references
+        return all(block.is_free for block in self._blocks if block is not None)
 
-    def fits(self, nbytes: int) -> bool:
+    def fits(self, layout: Layout) -> bool:
         """Whether the memory is there and large enough."""
-        return self._storage is not None and self._storage.nbytes() >= nbytes
+        sizes = [0 if block is None else block.storage.nbytes() for block in self._blocks]
+        return len(sizes) == len(layout.sizes) and all(map(int.__ge__, sizes, layout.sizes))
 
     def lend(self, layout: Layout) -> list[torch.Tensor | None]:
-        """Return tensors for a receive, in new memory unless the old is large enough and free."""
-        if not (self.fits(layout.nbytes) and self.is_free):
-            self._storage = None  # before the new is there, so that the allocator may use it
-            self._storage = torch_private.new_storage(layout.nbytes, self.device)
-            self._own_references = self._references()
+        """Return tensors for a receive, in new memory unless the old is large enough and free.
+
+        They are leaves that know nothing of earlier ones: neither their graphs nor their versions.
+        """
+        if not (self.fits(layout) and self.is_free):
+            self._blocks = []  # before the new are there, so that the allocator may use them
+            self._blocks = [self._new_block(size) if size else None for size in layout.sizes]
             self.meter.allocations += 1
             self.meter.allocated_bytes += layout.nbytes
-        assert self._storage is not None
-        return layout.tensors(self._storage)
+        return [
+            _tensor_in(example, block, self.device)
+            for example, block in zip(layout.examples, self._blocks, strict=True)
+        ]
 
     def poison(self) -> None:
         """Fill the memory with NaN (ones in each bit) if it is free."""
-        if self._storage is not None and self.is_free:
-            torch.empty(0, dtype=torch.uint8, device=self.device).set_(self._storage).fill_(255)
+        if self.is_free:
+            for block in self._blocks:
+                if block is not None:
+                    whole = torch.empty(0, dtype=torch.uint8, device=self.device)
+                    whole.set_(block.storage).fill_(255)
 
-    def _references(self) -> int:
-        # Tensors are counted by the storage itself; who asked a tensor for its storage has a
-        # reference to this very Python object.
-        assert self._storage is not None
-        return torch_private.use_count(self._storage) + sys.getrefcount(self._storage)
+    def _new_block(self, nbytes: int) -> Block:
+        block = Block(torch_private.new_storage(nbytes, self.device))
+        block.own_references = block.references()
+        return block
+
+
+def _tensor_in(
+    example: torch.Tensor | None, block: Block | None, device: torch.device
+) -> torch.Tensor | None:
+    if example is None:
+        return None
+    if block is None:  # a tensor without elements
+        return torch.empty_like(example, device=device)
+    return torch.empty(0, dtype=example.dtype, device=device).set_(
+        block.storage, 0, example.shape, example.stride()
+    )

@@ -33,7 +33,6 @@ class StageMethods:
     def __init__(
         self, stage: PipelineStage, shelf: Shelf, schedule: torch_private.Schedule
     ) -> None:
-        self.poison = False
         self._stage, self._shelf, self._schedule = stage, shelf, schedule
         self._posted: dict[tuple[Direction, int], list[Any]] = {}
         self._losses: dict[int, torch.Tensor] = {}
@@ -49,6 +48,14 @@ class StageMethods:
         vars(stage).update(self._ours)
         self._describe("forward", torch_private.forward_infos(stage))
         self._describe("backward", torch_private.backward_infos(stage))
+
+    @staticmethod
+    def is_between_steps(stage: PipelineStage) -> bool:
+        """Whether no receive of a stage is under way, as far as its torch knows."""
+        if torch_private.PREALLOCATES:
+            return True
+        infos_of = (torch_private.forward_infos(stage), torch_private.backward_infos(stage))
+        return not any(torch_private.have_buffers(i) for of in infos_of for i in of.values())
 
     def wrapped_since(self) -> list[str]:
         """Return the methods that others have replaced in the meantime."""
@@ -66,6 +73,8 @@ class StageMethods:
     # --- setting up
 
     def _set_up_forward(self, num_microbatches: int, has_backward: bool) -> None:
+        self._posted.clear()  # of a step that failed
+        self._losses.clear()
         with torch_private.allocating_nothing(self._stage):
             self._wrapped["_setup_forward_recv_info"](num_microbatches, has_backward)
         self._describe("forward", torch_private.forward_infos(self._stage))
@@ -85,19 +94,20 @@ class StageMethods:
 
     # --- receiving
 
-    def _post_forward(self, microbatch: int) -> list[Any]:
+    # Named as torch names them, who may call by keyword.
+    def _post_forward(self, fwd_chunk_id: int) -> list[Any]:
         make_ops = self._wrapped["get_fwd_recv_ops"]
         if self._stage.is_first:
-            return list(make_ops(microbatch))
-        infos = torch_private.forward_infos(self._stage)[microbatch]
-        return self._post("forward", microbatch, infos, make_ops)
+            return list(make_ops(fwd_chunk_id))
+        infos = torch_private.forward_infos(self._stage)[fwd_chunk_id]
+        return self._post("forward", fwd_chunk_id, infos, make_ops)
 
-    def _post_backward(self, microbatch: int) -> list[Any]:
+    def _post_backward(self, bwd_chunk_id: int) -> list[Any]:
         make_ops = self._wrapped["get_bwd_recv_ops"]
         if self._stage.is_last or not self._stage.has_backward:
-            return list(make_ops(microbatch))
-        infos = torch_private.backward_infos(self._stage)[microbatch]
-        return self._post("backward", microbatch, infos, make_ops)
+            return list(make_ops(bwd_chunk_id))
+        infos = torch_private.backward_infos(self._stage)[bwd_chunk_id]
+        return self._post("backward", bwd_chunk_id, infos, make_ops)
 
     def _post(
         self,
@@ -111,13 +121,13 @@ class StageMethods:
         self._posted[direction, microbatch] = ops
         return ops
 
-    def _take_forward(self, microbatch: int) -> Any:
-        infos = torch_private.forward_infos(self._stage)[microbatch]
-        return self._take("forward", microbatch, infos, "_retrieve_recv_activations")
+    def _take_forward(self, fwd_chunk_id: int) -> Any:
+        infos = torch_private.forward_infos(self._stage)[fwd_chunk_id]
+        return self._take("forward", fwd_chunk_id, infos, "_retrieve_recv_activations")
 
-    def _take_backward(self, microbatch: int) -> Any:
-        infos = torch_private.backward_infos(self._stage)[microbatch]
-        return self._take("backward", microbatch, infos, "_retrieve_recv_grads")
+    def _take_backward(self, bwd_chunk_id: int) -> Any:
+        infos = torch_private.backward_infos(self._stage)[bwd_chunk_id]
+        return self._take("backward", bwd_chunk_id, infos, "_retrieve_recv_grads")
 
     def _take(
         self, direction: Direction, microbatch: int, infos: torch_private.Infos, method: str
@@ -129,37 +139,43 @@ class StageMethods:
         return received
 
     def _take_local_gradients(
-        self, gradients: tuple[torch.Tensor | None, ...], microbatch: int
+        self, next_stage_bwd_outputs: tuple[torch.Tensor | None, ...], mb_index: int
     ) -> None:
+        gradients = next_stage_bwd_outputs
         if torch_private.PREALLOCATES:
-            infos = torch_private.backward_infos(self._stage)[microbatch]
+            infos = torch_private.backward_infos(self._stage)[mb_index]
             gradients = torch_private.zeros_for_none(infos, gradients, self._stage.device)
-        self._wrapped["set_local_bwd_input"](gradients, microbatch)
+        self._wrapped["set_local_bwd_input"](gradients, mb_index)
 
     # --- computing
 
-    def _run_forward(self, microbatch: int, *args: Any, **kwargs: Any) -> Any:
-        output = self._wrapped["forward_one_chunk"](microbatch, *args, **kwargs)
+    def _run_forward(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        output = self._wrapped["forward_one_chunk"](fwd_chunk_id, *args, **kwargs)
         if not self._stage.has_backward:
-            torch_private.forget_inputs(self._stage, microbatch)
+            torch_private.forget_inputs(self._stage, fwd_chunk_id)
+            self._poison()
         return output
 
     def _run_backward(
         self,
-        microbatch: int,
+        bwd_chunk_id: int,
         loss: torch.Tensor | None = None,
         full_backward: bool = True,
         last_backward: bool = False,
     ) -> None:
-        self._wrapped["backward_one_chunk"](microbatch, loss, full_backward, last_backward)
+        self._wrapped["backward_one_chunk"](bwd_chunk_id, loss, full_backward, last_backward)
         if loss is not None:
-            self._losses[microbatch] = loss
+            self._losses[bwd_chunk_id] = loss
         if full_backward:
-            self._finish(microbatch)
+            self._finish(bwd_chunk_id)
 
-    def _run_weight_backward(self, microbatch: int, last_backward: bool = False) -> None:
-        self._wrapped["backward_weight_one_chunk"](microbatch, last_backward)
-        self._finish(microbatch)
+    def _run_weight_backward(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
+        self._wrapped["backward_weight_one_chunk"](bwd_chunk_id, last_backward)
+        self._finish(bwd_chunk_id)
+
+    def _poison(self) -> None:
+        if self._shelf.poison:
+            self._shelf.poison_free_slots()
 
     def _finish(self, microbatch: int) -> None:
         """Let go of a loss's graph, which serves nobody now but keeps the stage's input alive."""
@@ -169,5 +185,4 @@ class StageMethods:
                 loss.detach_()  # the schedule's loop has a reference to it, besides its list
             torch_private.replace_loss(self._schedule, microbatch, loss.detach())
         del loss
-        if self.poison:
-            self._shelf.poison_free_slots()
+        self._poison()

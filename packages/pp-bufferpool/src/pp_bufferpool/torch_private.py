@@ -39,7 +39,13 @@ STAGE_METHODS = (
 """Methods of a stage that a pool puts its own in the place of."""
 
 
-def missing_names(stage: PipelineStage) -> list[str]:
+def stages_of(schedule: Schedule) -> list[Any]:
+    """Return a schedule's local stages."""
+    stages = getattr(schedule, "_stages", None)
+    return [schedule._stage] if stages is None else list(stages)  # type: ignore[attr-defined]
+
+
+def missing_names(stage: PipelineStage, schedule: Schedule) -> list[str]:
     """Return what a pool needs and the installed torch does not have, or no longer."""
     kept = "fwd_cache" if PREALLOCATES else "_forward_chunk_states"
     names = [*STAGE_METHODS, "args_recv_info", "grad_recv_info", kept]
@@ -48,6 +54,11 @@ def missing_names(stage: PipelineStage) -> list[str]:
     for name in () if PREALLOCATES else ("set_buffer", "take_buffer"):
         if not hasattr(info, name):
             missing.append(f"_RecvInfo.{name}")
+    for name in ("_internal_losses", "_loss_fn"):
+        if not hasattr(schedule, name):
+            missing.append(f"{type(schedule).__name__}.{name}")
+    if isinstance(schedule, _PipelineScheduleRuntime) and not programs(schedule):
+        missing.append(f"{type(schedule).__name__}.pipeline_order_with_comms")
     return missing
 
 
@@ -106,6 +117,11 @@ def receive_into(infos: Infos, tensors: Tensors, make_ops: Callable[[], list[Any
 def _own(info: Any, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     info.set_buffer(tensor)  # refuses if an earlier receive has not been read
     return tensor
+
+
+def have_buffers(infos: Infos) -> bool:
+    """Tell whether a receive into these infos is under way, or was when a step failed."""
+    return any(info.buffer is not None and not info.is_root_arg for info in infos)
 
 
 def drop_buffers(infos: Infos) -> None:

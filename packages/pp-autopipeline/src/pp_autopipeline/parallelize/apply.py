@@ -13,6 +13,7 @@ from pp_autopipeline import torch_private, transformers_private
 from pp_autopipeline.checks import refuse, warn_once
 from pp_autopipeline.parallelize.axes import axis_of, data_mesh, lonely_mesh
 from pp_autopipeline.parallelize.checkpointing import checkpoint_layers
+from pp_autopipeline.parallelize.combinations import combination_problems
 from pp_autopipeline.parallelize.config import (
     ActivationCheckpointing,
     DDPConfig,
@@ -25,7 +26,7 @@ from pp_autopipeline.parallelize.context_parallel import apply_cp
 from pp_autopipeline.parallelize.fsdp2 import shard_experts, shard_stage
 from pp_autopipeline.parallelize.replicas import replicate, shard_with_megatron
 from pp_autopipeline.parallelize.sequence_parallel import apply_sp
-from pp_autopipeline.parallelize.tensor_parallel import apply_ep, apply_tp, device_of
+from pp_autopipeline.parallelize.tensor_parallel import apply_ep, apply_tp
 from pp_split_hf import stage_part
 
 logger = logging.getLogger(__name__)
@@ -66,6 +67,7 @@ class Parallelize:
         # 1. Matrices and experts over ranks.
         tp = axis_of(world_mesh, tp_axis_name)
         ep = axis_of(moe_mesh, ep_axis_name)
+        self._check(world_mesh, tp, ep, dp_axis_names, cp_axis_name)
         experts = self._experts(model, ep, tp, world_mesh)
         if tp is not None:
             self._share_matrices(model, tp, without_experts=ep is not None)
@@ -75,12 +77,12 @@ class Parallelize:
         if cp is not None:
             self._share_sequence(model, cp, tp, experts)
         # 2. What a layer keeps, and how it computes.
-        self._checkpoint(model)
-        self._autocast(model)
-        if isinstance(self.strategy, FSDP2Config):
-            self._speed_up(model, tp)
         if self.reapply_trainability is not None:
             self.reapply_trainability(model)
+        self._checkpoint(model)
+        self._autocast(model, world_mesh.device_type)
+        if isinstance(self.strategy, FSDP2Config):
+            self._speed_up(model, tp)
         # 3. Data parallelism around it.
         mesh = data_mesh(world_mesh, dp_axis_names, cp_axis_name)
         if isinstance(self.strategy, DDPConfig):
@@ -88,6 +90,11 @@ class Parallelize:
         if isinstance(self.strategy, MegatronFSDPConfig):
             return shard_with_megatron(model, world_mesh, dp_axis_names, self.strategy)
         if mesh is None:
+            warn_once(
+                logger,
+                "FSDP2Config shards nothing and changes no dtype: the mesh has no more than one "
+                f"data-parallel rank on the axes {dp_axis_names}",
+            )
             return model
         if experts:
             assert moe_mesh is not None
@@ -110,18 +117,49 @@ class Parallelize:
         """Return what stages compute in, and so send, if that is not their parameters' dtype."""
         if not isinstance(self.strategy, FSDP2Config) or self.strategy.mp_policy is None:
             return None
-        is_sharded = data_mesh(world_mesh, dp_axis_names, cp_axis_name) is not None
-        return self.strategy.mp_policy.param_dtype if is_sharded else None
+        if data_mesh(world_mesh, dp_axis_names, cp_axis_name) is None:
+            return None
+        return self.strategy.mp_policy.output_dtype or self.strategy.mp_policy.param_dtype
 
     def _experts(
         self, part: nn.Module, ep: DeviceMesh | None, tp: DeviceMesh | None, world: DeviceMesh
     ) -> list[nn.Module]:
         if ep is None:
             return []
-        same_tokens = lonely_mesh(world)
-        if tp is not None and set(tp.mesh.flatten().tolist()) <= set(ep.mesh.flatten().tolist()):
-            same_tokens = tp
-        return apply_ep(part, ep, same_tokens)
+        if tp is None:
+            return apply_ep(part, ep, lonely_mesh(world))
+        sharing, holding = (set(axis.mesh.flatten().tolist()) for axis in (tp, ep))
+        if sharing <= holding:
+            return apply_ep(part, ep, tp)
+        if len(sharing & holding) == 1:
+            return apply_ep(part, ep, lonely_mesh(world))
+        raise ValueError(
+            f"ep_size={ep.size()} covers {len(sharing & holding)} of the tp_size={tp.size()} "
+            "tensor-parallel ranks, which have the same tokens: choose an ep_size that divides the "
+            f"data-parallel ranks, or a multiple of {tp.size()}"
+        )
+
+    def _check(
+        self,
+        world: DeviceMesh,
+        tp: DeviceMesh | None,
+        ep: DeviceMesh | None,
+        dp_axis_names: tuple[str, ...],
+        cp_axis_name: str | None,
+    ) -> None:
+        cp = axis_of(world, cp_axis_name)
+        names = world.mesh_dim_names or ()
+        copies = world[dp_axis_names[0]].size() if len(dp_axis_names) > 1 else 1
+        problems = combination_problems(
+            self.strategy,
+            self.activation_checkpointing,
+            pp_size=world["pp"].size() if "pp" in names else 1,
+            tp_size=1 if tp is None else tp.size(),
+            cp_size=1 if cp is None else cp.size(),
+            ep_size=1 if ep is None else ep.size(),
+            dp_replicate_size=copies,
+        )
+        refuse("this parallelism is impossible", problems)
 
     def _share_matrices(self, part: nn.Module, tp: DeviceMesh, without_experts: bool) -> None:
         config = self.strategy
@@ -138,12 +176,9 @@ class Parallelize:
         self, part: nn.Module, cp: DeviceMesh, tp: DeviceMesh | None, experts: list[nn.Module]
     ) -> None:
         config = self.strategy
+        assert isinstance(config, FSDP2Config)
         problems = []
-        if not isinstance(config, FSDP2Config):
-            problems.append(
-                f"{type(config).__name__} does not go with context parallelism: use FSDP2Config"
-            )
-        elif tp is not None and (config.sequence_parallel or config.enable_async_tensor_parallel):
+        if tp is not None and (config.sequence_parallel or config.enable_async_tensor_parallel):
             problems.append(
                 "sequence_parallel=True and a context-parallel axis both share the sequence: use "
                 "one of them"
@@ -175,16 +210,15 @@ class Parallelize:
                 "finds no layer in a stage",
             )
 
-    def _autocast(self, part: nn.Module) -> None:
+    def _autocast(self, part: nn.Module, device_type: str) -> None:
         dtype = getattr(self.strategy, "autocast_dtype", None)
         if dtype is None:
             return
-        device_type = device_of(part).type
         entered: list[torch.autocast] = []
 
         # Hooks, for the forward itself is the boundary's.
         def enter(module: nn.Module, inputs: Any) -> None:
-            context = torch.autocast("cpu" if device_type == "meta" else device_type, dtype=dtype)
+            context = torch.autocast(device_type, dtype=dtype)
             context.__enter__()
             entered.append(context)
 
@@ -199,6 +233,12 @@ class Parallelize:
         assert isinstance(config, FSDP2Config)
         if config.patch_is_packed_sequence:
             transformers_private.take_no_batch_for_packed()
+        if config.enable_async_tensor_parallel and not config.enable_compile:
+            warn_once(
+                logger,
+                "enable_async_tensor_parallel=True has no effect without enable_compile=True: it "
+                "is the compiler that overlaps",
+            )
         if config.enable_async_tensor_parallel and tp is not None:
             if tp.device_type == "cuda":
                 torch_private.overlap_tensor_parallel(tp)

@@ -81,6 +81,9 @@ def _problems(part: nn.Module, size: int, heads_share: int) -> list[str]:
         )
     if getattr(config, "output_router_logits", False):
         problems.append("output_router_logits=True needs the router of every token on each rank")
+    sinks = [n for n, _ in part.named_parameters() if n.endswith(".sinks")]
+    if sinks:
+        problems.append(f"{name} has sinks, one per head ({sinks[0]}, ...), which are not cut")
     for attribute in ("num_attention_heads", "num_key_value_heads"):
         heads = getattr(config, attribute, None)
         if isinstance(heads, int) and heads % (size * heads_share):
@@ -171,6 +174,7 @@ def _cut_keywords(layer: nn.Module, sequence: Sequence) -> None:
         return sequence.scatter(value) if is_by_token else value
 
     def run(hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        args = tuple(cut("", each) for each in args)
         kwargs = {
             name: value if name == "hidden_states" else cut(name, value)
             for name, value in kwargs.items()

@@ -42,7 +42,10 @@ def shard_experts(
         # a factor other than their number takes a reduction that NCCL alone has.
         scale_gradients(module, 1.0 / replicas)
         unit = fully_shard(
-            module, mesh=mesh, reshard_after_forward=moe.reshard_after_forward, **policies
+            module,
+            mesh=mesh,
+            reshard_after_forward=moe.reshard_after_forward or bool(config.reshard_after_forward),
+            **policies,
         )
         unit.set_gradient_divide_factor(1.0)
         unit.set_force_sum_reduction_for_comms(mesh.size() > 1)
@@ -60,21 +63,31 @@ def shard_stage(part: nn.Module, mesh: DeviceMesh, config: FSDP2Config, in_pipel
     """
     policies = _policies(config)
     units = _units(part, config)
-    for number, module in enumerate(units):
+    odd_policies = {**policies}
+    if config.mp_policy is not None:  # what a model keeps in another dtype computes in it
+        odd_policies["mp_policy"] = replace(config.mp_policy, param_dtype=None)
+    stage = stage_part(part)
+    assert stage is not None
+    layers = [part.get_submodule(name) for name in stage.layout.layer_fqns]
+    last_layer = next((m for m in reversed(layers) if any(True for _ in m.parameters())), None)
+    for module in units:
         reshard = config.reshard_after_forward
         if reshard is None:
-            reshard = not in_pipeline and number < len(units) - 1
+            reshard = not in_pipeline and module is not last_layer
         for odd in _of_other_dtypes(module):
-            fully_shard(odd, mesh=mesh, reshard_after_forward=reshard, **policies)
+            fully_shard(odd, mesh=mesh, reshard_after_forward=reshard, **odd_policies)
         fully_shard(module, mesh=mesh, reshard_after_forward=reshard, **policies)
     kept: set[nn.Parameter] = set()
     if config.multimodal.frozen_sharding == "replicate":
         kept = {p for module in _frozen_encoders(part) for p in module.parameters()}
     for odd in _of_other_dtypes(part):
-        fully_shard(odd, mesh=mesh, reshard_after_forward=config.reshard_after_forward, **policies)
-    if config.mp_policy is not None:
-        # What comes from another stage, or from a first stage's own keywords.
-        policies["mp_policy"] = replace(config.mp_policy, cast_forward_inputs=True)
+        reshard = config.reshard_after_forward
+        fully_shard(odd, mesh=mesh, reshard_after_forward=reshard, **odd_policies)
+    policy = config.mp_policy
+    if policy is not None and policy.output_dtype in (None, policy.param_dtype):
+        # What comes from another stage, or as a keyword; unless the residual stream is to stay in
+        # a higher dtype, under autocast.
+        policies["mp_policy"] = replace(policy, cast_forward_inputs=True)
     fully_shard(
         part,
         mesh=mesh,
@@ -137,7 +150,15 @@ def _units(part: nn.Module, config: FSDP2Config) -> list[nn.Module]:
         and (by_layer or modules[name] not in in_frozen)
     ]
     chosen.sort(key=lambda name: -name.count("."))
-    return [modules[name] for name in chosen if not isinstance(modules[name], FSDPModule)]
+    # A weight that two of them have, as a tied embedding, is left to the root.
+    owners = Counter(id(p) for name in chosen for p in modules[name].parameters())
+    shared = {number for number, count in owners.items() if count > 1}
+    return [
+        modules[name]
+        for name in chosen
+        if not isinstance(modules[name], FSDPModule)
+        and not any(id(p) in shared for p in modules[name].parameters())
+    ]
 
 
 def _frozen_encoders(part: nn.Module) -> list[nn.Module]:

@@ -45,14 +45,14 @@ def apply_sp(part: nn.Module, mesh: DeviceMesh, regions: list[str]) -> None:
     """Have a stage's decoder layers share the sequence outside of what ranks share otherwise.
 
     Each rank has its tokens alone from the first layer of the stage to the last, but for the
-    regions, attention and MLP: those get all tokens, and each rank takes its own of what they
-    return. So norms, dropouts and residuals are computed once instead of on every rank, and kept
-    for the backward once. Any length will do, also one that the ranks do not divide.
+    regions, attention, MLP and whatever else is no norm: those get all tokens, and each rank takes
+    its own of what they return. So norms and residuals are computed once instead of on every rank,
+    and kept for the backward once. Any length will do, also one that the ranks do not divide.
 
     Args:
         part: The stage's module, its matrices shared already.
         mesh: The tensor-parallel axis.
-        regions: Names of the layers' children that hold something shared.
+        regions: Names of the layers' children other than norms.
     """
     stage = stage_part(part)
     assert stage is not None

@@ -11,10 +11,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from pp_autopipeline.checks import refuse
 from pp_autopipeline.config import PipelineConfig
+from pp_autopipeline.parallelize.combinations import combination_problems
 from pp_autopipeline.parallelize.config import (
     STRATEGIES,
     ActivationCheckpointing,
-    DDPConfig,
     FSDP2Config,
     MegatronFSDPConfig,
     MoEParallelizerConfig,
@@ -59,24 +59,20 @@ class DistributedSetup:
     def __post_init__(self) -> None:
         self.strategy_config = self.strategy_config or FSDP2Config()
         strategy = self.strategy_config
-        problems = []
-        if self.pp_enabled and not isinstance(strategy, FSDP2Config):
-            name = type(strategy).__name__
-            problems.append(
-                f"{name} does not go with a pipeline: pp_size is {self.pp_size}. Use FSDP2Config, "
-                "or pp_size=1"
-            )
-        if isinstance(strategy, DDPConfig | MegatronFSDPConfig):
-            for axis, size in (("tp_size", self.tp_size), ("cp_size", self.cp_size)):
-                if size > 1:
-                    problems.append(
-                        f"{type(strategy).__name__} does not go with {axis}={size}: use FSDP2Config"
-                    )
+        if not self.activation_checkpointing:
+            self.activation_checkpointing = strategy.activation_checkpointing
+        problems = combination_problems(
+            strategy,
+            self.activation_checkpointing,
+            pp_size=self.pp_size,
+            tp_size=self.tp_size,
+            cp_size=self.cp_size,
+            ep_size=self.ep_size,
+            dp_replicate_size=self.dp_replicate_size or 1,
+        )
         if isinstance(strategy, MegatronFSDPConfig):
             problems += megatron_fsdp_problems(self.device_mesh.device_type)
         problems += self._context_problems()
-        if not self.activation_checkpointing:
-            self.activation_checkpointing = strategy.activation_checkpointing
         refuse("this setup is impossible", problems)
 
     @classmethod

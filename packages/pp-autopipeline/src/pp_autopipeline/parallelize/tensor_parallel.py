@@ -3,7 +3,6 @@
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
@@ -36,13 +35,17 @@ def apply_tp(
         without_experts: Leave experts out, which expert parallelism shares.
 
     Returns:
-        Names of the decoder layers' children that hold something shared.
+        Names of the decoder layers' children other than norms.
 
     Raises:
         ValueError: Naming everything that does not fit: no plan, unknown styles or modules, heads
             that the axis does not divide.
     """
     plan = {**transformers_private.plan_of(part, "tp_plan"), **(rules or {})}
+    if getattr(_config_of(part), "tie_word_embeddings", False):
+        # One weight cannot be cut in the two ways that an embedding and a head are: it stays whole.
+        tied = _embedding_names(part)
+        plan = {name: style for name, style in plan.items() if name not in tied}
     if without_experts:
         experts = tuple(transformers_private.plan_of(part, "ep_plan"))
         plan = {k: v for k, v in plan.items() if not _is_inside(k, experts)}
@@ -61,7 +64,7 @@ def apply_tp(
     for name in partial:
         if name in dict(part.named_modules()):
             sum_gradients(part.get_submodule(name), mesh)
-    return _regions(part, [*shared, *partial, *torch_styles])
+    return _regions(part)
 
 
 def apply_ep(part: nn.Module, ep_mesh: DeviceMesh, tp_mesh: DeviceMesh) -> list[nn.Module]:
@@ -126,6 +129,12 @@ def _config_of(part: nn.Module) -> Any:
     return config.get_text_config()
 
 
+def _embedding_names(part: nn.Module) -> set[str]:
+    stage = stage_part(part)
+    assert stage is not None
+    return {*stage.layout.embeddings, *stage.layout.heads}
+
+
 def _is_inside(name: str, owners: tuple[str, ...]) -> bool:
     return any(name == owner or name.startswith(f"{owner}.") for owner in owners)
 
@@ -140,18 +149,15 @@ def _present(part: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
     }
 
 
-def _regions(part: nn.Module, names: list[str]) -> list[str]:
+def _regions(part: nn.Module) -> list[str]:
+    """Return the layers' children in which tokens may meet or matrices are shared: all but norms."""
     stage = stage_part(part)
     assert stage is not None
-    found: dict[str, None] = {}
-    for layer in stage.layout.layer_fqns:
-        for child, _ in getattr(part.get_submodule(layer), "named_children", lambda: ())():
-            prefix = f"{layer}.{child}"
-            if any(name == prefix or name.startswith(f"{prefix}.") for name in names):
-                found[prefix] = None
-    return list(found)
-
-
-def device_of(part: nn.Module) -> torch.device:
-    """Return where a stage's parameters are; the CPU for one without any."""
-    return next((p.device for p in part.parameters()), torch.device("cpu"))
+    layers = [(name, part.get_submodule(name)) for name in stage.layout.layer_fqns]
+    return [
+        f"{layer}.{child}"
+        for layer, module in layers
+        if any(True for _ in module.parameters())
+        for child, inner in module.named_children()
+        if any(True for _ in inner.parameters()) and "norm" not in type(inner).__name__.lower()
+    ]
