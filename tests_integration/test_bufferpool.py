@@ -382,16 +382,19 @@ class TwoStreams(nn.Module):
         if positions is None:
             positions = torch.arange(x.shape[1], dtype=torch.int64).expand(x.shape[:2]).contiguous()
         y = self.layer(x) * positions[..., None].cos()
+        positions.add_(0)  # in place: tensors of one receive must not be one memory to a compiler
         return y if dist.get_rank() == dist.get_world_size() - 1 else (y, positions + 1)
 
 
-def several_tensors() -> tuple[list[torch.Tensor], int]:
+def several_tensors(compiled: bool) -> tuple[list[torch.Tensor], int]:
     """The gradients without and with a pool, and the slots of that."""
     rank, size = dist.get_rank(), dist.get_world_size()
     results = []
     pool = None
     for pooled in (False, True):
         part = TwoStreams(rank)
+        if compiled:
+            part.compile(backend="aot_eager")
         x = torch.empty(ROWS, 5, DIM, device="meta")
         positions = torch.empty(ROWS, 5, dtype=torch.int64, device="meta")
         given = (x,) if rank == 0 else (x.requires_grad_(), positions)
@@ -413,8 +416,9 @@ def several_tensors() -> tuple[list[torch.Tensor], int]:
     return results, pool.stats().buffers
 
 
-def test_several_tensors_are_one_receive(ranks: RankPool) -> None:
-    for (plain, pooled), slots in ranks.run(2, several_tensors):
+@pytest.mark.parametrize("compiled", [False, True])
+def test_several_tensors_are_one_receive(ranks: RankPool, compiled: bool) -> None:
+    for (plain, pooled), slots in ranks.run(2, several_tensors, compiled):
         assert torch.equal(plain, pooled)
         assert slots == 1
 

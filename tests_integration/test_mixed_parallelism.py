@@ -167,6 +167,16 @@ def test_sequence_parallel(ranks: RankPool, schedule: str, counts: tuple[int, ..
     check(ranks, Mixed({"pp_size": 2, "tp_size": 2}, schedule, counts, "qwen3", config=config), 4)
 
 
+@pytest.mark.parametrize("family", ["jamba", "deepseek_v3", "granitemoe"])
+def test_sequence_parallel_where_the_plan_has_no_attention(ranks: RankPool, family: str) -> None:
+    """Plans of experts alone; attention and Mamba see all tokens nevertheless."""
+    case = Mixed(
+        {"tp_size": 2}, "1f1b", (4,), family, "plain", config={"sequence_parallel": True},
+        overrides={"experts_implementation": "eager"},
+    )  # fmt: skip
+    check(ranks, case, 2, rtol=1e-4)  # routers and norms compute in float32
+
+
 @pytest.mark.parametrize(("schedule", "counts"), SCHEDULES)
 def test_expert_parallel(ranks: RankPool, schedule: str, counts: tuple[int, ...]) -> None:
     sizes = {"pp_size": 2, "dp_size": 2, "ep_size": 2}
