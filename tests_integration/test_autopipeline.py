@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from transformers import LlamaForCausalLM
 from transformers.masking_utils import create_causal_mask
 
-from pp_autopipeline import AutoPipeline, PipelineConfig, clip_grad_norm, pipeline_model
+from pp_autopipeline import AutoPipeline, PipelineConfig, checks, clip_grad_norm, pipeline_model
 from pp_bufferpool.torch_private import PREALLOCATES
 from pp_split_hf import find_layout, init_empty_weights, plan_stage_fqns
 
@@ -305,6 +305,7 @@ def test_a_pool_changes_no_number(
 
 
 def pool_warnings(slack: int) -> list[str]:
+    checks._warned.clear()  # of other tests in this process
     messages: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]

@@ -1,5 +1,7 @@
 """Axes of a mesh as the parts of parallelism need them."""
 
+import warnings
+
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
@@ -32,7 +34,7 @@ def data_mesh(
     joined = [name for name in (shard, cp_axis_name) if name]
     if not joined:
         return None
-    inner = mesh[joined[0]] if len(joined) == 1 else flattened(mesh, tuple(joined))
+    inner = _slice(mesh, joined[0]) if len(joined) == 1 else flattened(mesh, tuple(joined))
     if copies and mesh[copies[0]].size() > 1:
         if len(joined) == 1:
             return mesh[(copies[0], joined[0])]
@@ -43,7 +45,7 @@ def data_mesh(
 
 def data_groups(mesh: DeviceMesh, dp_axis_names: tuple[str, ...]) -> list[dist.ProcessGroup]:
     """Return the groups of this rank along each axis whose ranks get other batches."""
-    return [mesh[name].get_group() for name in dp_axis_names if _has(mesh, name)]
+    return [_slice(mesh, name).get_group() for name in dp_axis_names if _has(mesh, name)]
 
 
 def lonely_mesh(mesh: DeviceMesh) -> DeviceMesh:
@@ -58,9 +60,16 @@ def lonely_mesh(mesh: DeviceMesh) -> DeviceMesh:
     return known
 
 
+def _slice(mesh: DeviceMesh, name: str) -> DeviceMesh:
+    """Return an axis, a flattened one too: torch warns that taking those by name may go away."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        return mesh[name]
+
+
 def _has(mesh: DeviceMesh, name: str) -> bool:
     try:
-        mesh[name]
+        _slice(mesh, name)
     except (KeyError, RuntimeError, ValueError):
         return False
     return True
