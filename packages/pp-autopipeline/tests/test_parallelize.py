@@ -295,6 +295,8 @@ def test_the_forward_runs_under_autocast(alone: None) -> None:
     [
         ({"sequence_parallel": True}, "sequence_parallel has no effect: there is no tensor-parallel"),
         ({"tp_plan": {"lm_head": "colwise_rep"}}, "tp_plan has no effect"),
+        ({"fsdp2_forward_prefetch_depth": 3}, "fsdp2_forward_prefetch_depth has no effect: enable_fsdp2_prefetch"),
+        ({"moe": MoEParallelizerConfig(reshard_after_forward=True)}, "moe_parallel_config has no effect: there is no expert-parallel"),
         ({"activation_checkpointing": True, "activation_checkpointing_scope": "vision"}, "finds no layer"),
     ],
 )  # fmt: skip
@@ -304,7 +306,10 @@ def test_settings_without_effect_are_told_of_once(
     from pp_autopipeline import checks
 
     checks._warned.clear()
-    setup = DistributedSetup.build(FSDP2Config(**settings), device_type="cpu")
+    settings = dict(settings)
+    moe = settings.pop("moe", None)
+    config = FSDP2Config(**settings)
+    setup = DistributedSetup.build(config, device_type="cpu", moe_parallel_config=moe)
     with caplog.at_level(logging.WARNING):
         build(setup)
         build(setup)

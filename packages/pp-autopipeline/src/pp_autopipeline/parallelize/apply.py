@@ -71,8 +71,7 @@ class Parallelize:
         experts = self._experts(model, ep, tp, world_mesh)
         if tp is not None:
             self._share_matrices(model, tp, without_experts=ep is not None)
-        elif isinstance(self.strategy, FSDP2Config):
-            self._tell_of_settings_for_tensor_parallelism()
+        self._tell_of_settings_without_effect(tp, ep)
         cp = axis_of(world_mesh, cp_axis_name)
         if cp is not None:
             self._share_sequence(model, cp, tp, experts)
@@ -192,10 +191,27 @@ class Parallelize:
         refuse("context parallelism is impossible", problems)
         apply_cp(part, cp, experts, 1 if tp is None else tp.size())
 
-    def _tell_of_settings_for_tensor_parallelism(self) -> None:
-        for name in ("sequence_parallel", "tp_plan", "enable_async_tensor_parallel"):
-            if getattr(self.strategy, name):
-                warn_once(logger, f"{name} has no effect: there is no tensor-parallel axis")
+    def _tell_of_settings_without_effect(
+        self, tp: DeviceMesh | None, ep: DeviceMesh | None
+    ) -> None:
+        config = self.strategy
+        idle: list[tuple[str, str]] = []
+        if isinstance(config, FSDP2Config):
+            if tp is None:
+                names = ("sequence_parallel", "tp_plan", "enable_async_tensor_parallel")
+                no_axis = "there is no tensor-parallel axis"
+                idle += [(name, no_axis) for name in names if getattr(config, name)]
+            if not config.enable_fsdp2_prefetch:
+                default = FSDP2Config()
+                idle += [
+                    (name, "enable_fsdp2_prefetch is False")
+                    for name in ("fsdp2_forward_prefetch_depth", "fsdp2_backward_prefetch_depth")
+                    if getattr(config, name) != getattr(default, name)
+                ]
+        if ep is None and self.moe != MoEParallelizerConfig():
+            idle.append(("moe_parallel_config", "there is no expert-parallel axis"))
+        for name, reason in idle:
+            warn_once(logger, f"{name} has no effect: {reason}")
 
     def _checkpoint(self, part: nn.Module) -> None:
         mode = self.activation_checkpointing

@@ -1,5 +1,6 @@
 """Data parallelism of a whole model, without a pipeline: torch's DDP, or the package megatron-fsdp."""
 
+import logging
 from importlib.util import find_spec
 from typing import Any
 
@@ -8,8 +9,10 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
-from pp_autopipeline.checks import refuse
+from pp_autopipeline.checks import refuse, warn_once
 from pp_autopipeline.parallelize.config import DDPConfig, MegatronFSDPConfig
+
+logger = logging.getLogger(__name__)
 
 
 def replicate(part: nn.Module, mesh: DeviceMesh, config: DDPConfig) -> DistributedDataParallel:
@@ -68,6 +71,12 @@ def shard_with_megatron(
     refuse("Megatron-FSDP is impossible", megatron_fsdp_problems(mesh.device_type))
     from megatron_fsdp import MixedPrecisionPolicy, fully_shard_model
 
+    if config.check_for_nan_in_grad:
+        warn_once(
+            logger,
+            "check_for_nan_in_grad has no effect since megatron-fsdp 0.5: use "
+            "report_nan_in_param_grad, or set it False",
+        )
     outer = {"dp_outer_dim": axis_names[0]} if len(axis_names) > 1 else {}
     policy: Any = MixedPrecisionPolicy(
         main_params_dtype=torch.float32 if config.preserve_fp32_weights else None,
