@@ -506,7 +506,11 @@ def another_torch() -> None:
         (wrapped_since, "RuntimeError", "forward_one_chunk of its stages were replaced after"),
         (bad_slack, "ValueError", "slack=-1 must be an int of at least 0"),
         (no_stages, "ValueError", "stages is empty"),
-        (another_schedules_stages, "ValueError", "[0], are not this schedule's, which are [0]"),
+        (
+            another_schedules_stages,
+            "ValueError",
+            "of indices [0], are not the objects that this schedule runs",
+        ),
         (another_torch, "RuntimeError", "has no PipelineStage.grad_recv_info, without which"),
     ],
 )

@@ -40,26 +40,29 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def train(
-    schedule: str, counts: tuple[int, ...], reshard: bool | None
-) -> tuple[list[float], float, dict[str, torch.Tensor]]:
-    model = tiny_model("llama", 4)
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
-    plan = plan_stage_fqns(find_layout(model), counts)
-    ap = AutoPipeline(
-        mesh,
+def build(
+    model: nn.Module, schedule: str, counts: tuple[int, ...], reshard: bool | None
+) -> AutoPipeline:
+    return AutoPipeline(
+        init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp")),
         pp_schedule=schedule,
         pp_microbatch_size=2,
         pp_batch_size=8,
-        module_fqns_per_model_part=plan,
+        module_fqns_per_model_part=plan_stage_fqns(find_layout(model), counts),
     ).build(model, loss_fn=token_mean, parallelize_fn=partial(shard, reshard=reshard))
+
+
+def train(
+    schedule: str, counts: tuple[int, ...], reshard: bool | None
+) -> tuple[list[float], float, dict[str, torch.Tensor]]:
+    ap = build(tiny_model("llama", 4), schedule, counts, reshard)
     losses = []
     for call, index in CALLS:
         loss = getattr(ap, call)(**BATCHES[index]).loss
         losses.append(loss.item())
         parameters = [p for part in ap.parts for p in part.parameters()]
         assert all(isinstance(p, DTensor) for p in parameters), "a stage was left gathered"
-    norm = clip_grad_norm(MAX_NORM, ap.parts, device_mesh=mesh).item()
+    norm = clip_grad_norm(MAX_NORM, ap.parts, device_mesh=ap.world_mesh).item()
     named = [item for part in ap.parts for item in part.named_parameters()]
     return losses, norm, {name: whole(p.grad) for name, p in named if p.grad is not None}
 
@@ -106,21 +109,12 @@ TIED = {"tie_word_embeddings": True}
 
 def train_tied(schedule: str, counts: tuple[int, ...]) -> tuple[list[Any], dict[str, Any]]:
     """Per step the loss and the norm; and the weights after three steps."""
-    model = tiny_model("llama", 4, **TIED)
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
-    plan = plan_stage_fqns(find_layout(model), counts)
-    ap = AutoPipeline(
-        mesh,
-        pp_schedule=schedule,
-        pp_microbatch_size=2,
-        pp_batch_size=8,
-        module_fqns_per_model_part=plan,
-    ).build(model, loss_fn=token_mean, parallelize_fn=partial(shard, reshard=False))
+    ap = build(tiny_model("llama", 4, **TIED), schedule, counts, reshard=False)
     optimizer = torch.optim.SGD(ap.parameters(), lr=0.1)
     seen = []
     for batch in BATCHES[:3]:
         loss = ap.step(**batch).loss
-        norm = clip_grad_norm(MAX_NORM, ap.parts, device_mesh=mesh)
+        norm = clip_grad_norm(MAX_NORM, ap.parts, device_mesh=ap.world_mesh)
         optimizer.step()
         optimizer.zero_grad()
         seen.append((loss.item(), norm.item()))

@@ -156,8 +156,8 @@ def install_recv_buffer_pool(
     if sorted(map(id, stages)) != sorted(map(id, of_schedule)):
         given = [stage.stage_index for stage in stages]
         raise ValueError(
-            f"the stages given, {given}, are not this schedule's, which are "
-            f"{[stage.stage_index for stage in of_schedule]}: give each of those once"
+            f"the stages given, of indices {given}, are not the objects that this schedule runs, of "
+            f"indices {[stage.stage_index for stage in of_schedule]}: give each of those once"
         )
     missing = sorted({n for s in stages for n in torch_private.missing_names(s, schedule)})
     if missing:
